@@ -46,7 +46,7 @@ def cached_snapshot(repo: str, revision: str, cache_dir: Path | None = None) -> 
     return directory
 
 
-def snapshot_dir(repo: str, revision: str, cache_dir: Path | None = None) -> Path:
+def snapshot_dir(repo: str, revision: str, cache_dir: Path | None) -> Path:
     """Return the directory in the cache for a revision (a branch in the cache, or a commit) without asking the hub."""
     directory = repo_dir(repo, cache_dir)
     return directory / "snapshots" / (read_ref(directory / "refs" / revision) or revision)
@@ -95,7 +95,7 @@ def fetch(
     return directory
 
 
-def remove_damaged(repo: str, listing: Listing, cache_dir: Path | None = None) -> list[str]:
+def remove_damaged(repo: str, listing: Listing, cache_dir: Path | None) -> list[str]:
     """Remove the files of a cached revision whose content does not match the listed hash; return their names."""
     snapshot = snapshot_dir(repo, listing.commit, cache_dir)
     damaged = []

@@ -248,7 +248,7 @@ def _why_not_measurable(
             recording, rows, _ = record_call(replica, batch, settings, settings.memory(4))
             check_reachability(replica, batch, class_token_by_default=settings.tokens is None)
             for call in recording.calls:
-                call = call.to(replica.dtype, replica.device)
+                call = call.on_device()
                 # What can't be cut is linearized over its whole sequences: products take several times what is kept for them.
                 limited = keeping_at_most(settings.memory_budget // 4)
                 with replica.materialize(call.block), replica.materialize(call.final_norm), limited:

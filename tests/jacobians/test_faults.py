@@ -608,9 +608,9 @@ def test_a_jacobian_that_was_formed_wrongly_in_one_row_is_not_used(dtype, monkey
     """All rows are formed together at single rows, and those of each position in the full sequence."""
     formed, fault = tracker.jacobians.rows.dense_jacobian, FAULTS["none"]
 
-    def wrong(pullback, y, *given):
-        J = formed(pullback, y, *given)
-        if len(y) > len(fault.ids):
+    def wrong(block, *given):
+        J = formed(block, *given)
+        if len(block.y) > len(fault.ids):
             J[3] += 0.1 * J[3].flip(0)
         return J
 

@@ -84,6 +84,11 @@ def by_hand(formula, query, key, value, frozen):
     return torch.cat(outputs)
 
 
+def asked(formula, *live, function=torch.add):
+    """Return a model's own attention of live queries, keys and values."""
+    return OriginalAttention(function, *live, None, False, formula)
+
+
 @pytest.mark.parametrize("G", [1, 2, 4])
 @pytest.mark.parametrize("formula", FORMULAS)
 @pytest.mark.parametrize("mask", MASKS)
@@ -91,7 +96,7 @@ def test_values_and_derivatives(G, formula, mask):
     """In reverse mode, in forward mode, and by reverse mode twice."""
     live, frozen, of = rows_of(G), recordings(G, MASKS[mask]), FORMULAS[formula]
     found, expected = (
-        lambda *given: by_formula(OriginalAttention(torch.add, of), *given, frozen),
+        lambda *given: by_formula(asked(of, *given), frozen),
         lambda *given: by_hand(of, *given, frozen),
     )
     close(found(*live), expected(*live))
@@ -110,13 +115,13 @@ def test_few_rows_at_a_time(method, at_once, live, frozen, monkeypatch):
     """One, or two of the first recording's three, or all; also without gradients."""
     monkeypatch.setattr(row_attention, "AT_ONCE", (at_once, at_once))
     formula = Formula(0.7)
-    attention = OriginalAttention(partial(own_code, formula), formula)
+    attention = partial(asked, formula, function=partial(own_code, formula))
     expected = jacobian(lambda *given: by_hand(formula, *given, frozen), live)
-    found = jacobian(lambda *given: method(attention, *given, frozen), live)
+    found = jacobian(lambda *given: method(attention(*given), frozen), live)
     for one, other in zip(found, expected, strict=True):
         close(one, other)
     with torch.no_grad():
-        close(method(attention, *live, frozen), by_hand(formula, *live, frozen))
+        close(method(attention(*live), frozen), by_hand(formula, *live, frozen))
 
 
 def test_products_are_in_the_recorded_dtype(live, frozen):
@@ -128,7 +133,7 @@ def test_products_are_in_the_recorded_dtype(live, frozen):
     rough = [given.bfloat16() for given in live]
     expected = by_hand(Formula(), *(given.float() for given in rough), frozen)
     with torch.autocast("cpu", torch.bfloat16):
-        found = by_formula(OriginalAttention(torch.add, Formula()), *rough, frozen)
+        found = by_formula(asked(Formula(), *rough), frozen)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
 
 
@@ -137,17 +142,16 @@ def test_without_a_formula_that_is_known(live, frozen):
     three = key.repeat(1, 2, 1, 1)[:, :3], value.repeat(1, 2, 1, 1)[:, :3]
     for formula, given in ((None, (query, key, value)), (Formula(), (query, *three))):
         with pytest.raises(NotSliceable, match="the formula of its attention is not known"):
-            by_formula(OriginalAttention(torch.add, formula), *given, frozen)
+            by_formula(asked(formula, *given), frozen)
 
 
 def test_only_what_is_asked_for_has_a_derivative(live, frozen):
     """Of a query alone, a key alone and a value alone, in both modes."""
-    attention = OriginalAttention(torch.add, Formula())
     J = jacobian(lambda *given: by_hand(Formula(), *given, frozen), live)
     for i, x in enumerate(live):
 
         def of_one(x, i=i):
-            return by_formula(attention, *live[:i], x, *live[i + 1 :], frozen)
+            return by_formula(asked(Formula(), *live[:i], x, *live[i + 1 :]), frozen)
 
         close(jacobian(of_one, x), J[i])
         v = torch.randn_like(x)

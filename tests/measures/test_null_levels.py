@@ -29,9 +29,10 @@ def closed_forms(J, other, K):
     s = torch.linalg.svdvals(J)[:K]
     found = coupling.moments(J[None], s[:1])
     entries = coupling.Entries(found, overlap, len(J))
+    page, release = coupling.root_mean_squares(s[None], entries)
     levels = {
-        "miscoupling": coupling.root_mean_square(s[None], entries),
-        "miscoupling_release": coupling.root_mean_square_of_release(s[None], entries),
+        "miscoupling": page,
+        "miscoupling_release": release,
         "offdiag": entries.off_square.sqrt(),
         "offdiag_normalized": (entries.off_square / entries.square).sqrt(),
     }

@@ -66,7 +66,6 @@ SPEED = {
 # By file: mutants that survive, and why.
 KNOWN = {
     "tracker/measures/coupling.py": {
-        "depth_means: m.shape[-1] -> m.shape[-2]": "as many layers along both axes",
         "Entries.__init__: max(1, (d - 1) * (d + 2)) -> max(2, (d - 1) * (d + 2))": "at d = 1 it divides 0, and at d = 2 the other is 4",
         "moments: torch.where(scale > 0, scale, 1.0) -> torch.where(scale > 0, scale, 2.0)": "of a matrix of zeros",
     },
@@ -80,7 +79,7 @@ KNOWN = {
         ": WIDE_DEPTHS, DEPTHS = (4, 8) -> WIDE_DEPTHS, DEPTHS = (5, 8)": "the doctest of `depths` fails",
     },
     "tracker/measures/single_blocks.py": {
-        "departure: torch.where(zero[..., None, None], 0, _unit(J.double())) -> torch.where(zero[..., None, None], 1, _unit(J.double()))": "of a matrix of zeros, where nothing is defined",
+        "departure: torch.where(zero[..., None, None], 0, wide / frobenius(wide)[..., None, None]) -> torch.where(zero[..., None, None], 1, wide / frobenius(wide)[..., None, None])": "of a matrix of zeros, where nothing is defined",
     },
     "tracker/measures/tokenwise.py": {
         "_measuring_order: basis > l -> basis >= l": "no block is its own basis",
@@ -92,7 +91,7 @@ KNOWN = {
     },
     "tracker/measures/rotations.py": {
         "mean_levels: max(ks) ** 2 -> max(ks) * 2": "rows at once, which change no number",
-        "_Controls.__init__: SMALLEST ** 2 -> SMALLEST ** 3": "any weight leaves the mean as it is",
+        "_controlled_sums: SMALLEST ** 2 -> SMALLEST ** 3": "any weight leaves the mean as it is",
         "_coordinates: ROUNDINGS * k -> ROUNDINGS / k": "a margin above rounding",
     },
     "tracker/analysis/onset.py": {

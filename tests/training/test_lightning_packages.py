@@ -14,7 +14,8 @@ from tests.support.lightning_runs import Classifier, fit
 from tests.support.refused import refused
 from tests.support.units import assert_same_units
 from tests.support.watch import Watch
-from tracker.loggers.lightning import LightningAdapter, TensorBoard, classes, logger_of
+from tracker.loggers.lightning import TensorBoard, classes, logger_of
+from tracker.loggers.protocol import FunctionLogger
 from tracker.loggers.wandb import OpenRun
 from tracker.store import Store
 
@@ -75,7 +76,7 @@ def test_loggers_of_both_packages_are_known(tmp_path):
     for package in PACKAGES.values():
         made = {
             TensorBoard: package.loggers.TensorBoardLogger(tmp_path),
-            LightningAdapter: package.loggers.CSVLogger(tmp_path),
+            FunctionLogger: package.loggers.CSVLogger(tmp_path),
             OpenRun: package.loggers.WandbLogger(save_dir=tmp_path, offline=True),
         }
         assert [type(logger_of(logger)) for logger in made.values()] == [*made]

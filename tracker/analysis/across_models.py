@@ -354,9 +354,7 @@ def jsonable(value: Any) -> Any:
     """Convert numbers, arrays, and lists and mappings of them to JSON values; NaN and infinities become null."""
     if isinstance(value, Mapping):
         return {key: jsonable(entry) for key, entry in value.items()}
-    if isinstance(value, (list, np.ndarray)):
-        return [
-            jsonable(entry)
-            for entry in (value.tolist() if isinstance(value, np.ndarray) else value)
-        ]
+    value = value.tolist() if isinstance(value, np.ndarray) else value
+    if isinstance(value, list):
+        return list(map(jsonable, value))
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -15,7 +15,7 @@ import xarray as xr
 
 from tracker.measures.coupling import depth_means
 
-PAIRS = ("mean", "mean_offdiag", "mean_adjacent")
+PAIRS = ("mean", "mean_offdiag", "mean_adjacent")  # in the order of `depth_means`
 QUANTILES = {"q25": 0.25, "median": 0.5, "q75": 0.75}
 LABELS = {"pairs": PAIRS, "statistic": tuple(QUANTILES)}  # of the dimensions that reductions add
 
@@ -75,8 +75,7 @@ def over_pairs(matrices: xr.Variable, counted: xr.Variable) -> xr.Variable:
         values.transpose(..., "layer", "layer_other") for values in (matrices, counted)
     )
     means = depth_means(torch.from_numpy(matrices.values), torch.from_numpy(counted.values))
-    values = np.stack([means[pairs].numpy() for pairs in PAIRS], -1)
-    return xr.Variable((*matrices.dims[:-2], "pairs"), values, matrices.attrs)
+    return xr.Variable((*matrices.dims[:-2], "pairs"), means.numpy(), matrices.attrs)
 
 
 def gathered(values: Mapping[str, xr.Variable], results: Labelled) -> xr.Dataset:

@@ -112,7 +112,7 @@ class _Surroundings:
                 call = first_calls(tried, self.batch)[name]
             except (UsageError, FloatingPointError):
                 return False
-            call = call.to(tried.dtype, tried.device)
+            call = call.on_device()
             belongs = adds(call, call.x)
             if belongs:
                 self.moving[name] = TOKENS in mixed_axes(call)

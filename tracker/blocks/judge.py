@@ -94,7 +94,7 @@ def mixed_axes(call: BlockCall) -> set[int]:
     The block has its weights.
     """
     mixed = set()
-    call = call.to(call.replica.dtype, call.replica.device)
+    call = call.on_device()
     plain = call(call.x)
     for axis in (TOKENS, 0):
         n = call.x.shape[axis]

@@ -37,7 +37,7 @@ def nothing_found(
         said.append(f"Its lists of modules are no blocks:{failed}")
     elif not lines:
         said.append(f"The model has no list of such modules; its parts are {top_level(model)}.")
-    boundaries = propose_boundaries(model)
+    boundaries = [line for name, _ in model.named_modules() for line in _boundaries(model, name)]
     if boundaries or any(map(_is_list_of_lists, model.children())):
         said.append(
             "It calls attention and MLP separately, so that no module is a block. Where the last block ends with what the model "
@@ -48,16 +48,12 @@ def nothing_found(
     return BlocksNotFound("\n".join(said), [*lines, *proposals(model, single), *boundaries])
 
 
-def propose_boundaries(model: nn.Module) -> list[Proposal]:
-    """Propose the boundaries between blocks of every list of lists that may contain attention.
+def _boundaries(model: nn.Module, name: str) -> Iterator[Proposal]:
+    """Propose the boundaries between blocks of a list of lists that may contain attention.
 
     It assumes that each block begins at the input of its first module, and that the last block ends at the input of the norm
     next to the list, or at the output of the module that contains the list. The measurement checks both.
     """
-    return [line for name, _ in model.named_modules() for line in _boundaries(model, name)]
-
-
-def _boundaries(model: nn.Module, name: str) -> Iterator[Proposal]:
     layers, holder = model.get_submodule(name), parent(name)
     if not _is_list_of_lists(layers):
         return

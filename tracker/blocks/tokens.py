@@ -66,7 +66,7 @@ def _without_special_ends(
 def _attends_to_later(call: BlockCall, b: int, before: list[int], later: int) -> bool:
     """Whether a block's outputs at the positions before `later` in sample b depend on its input there."""
     replica = call.replica
-    call = call.to(replica.dtype, replica.device)
+    call = call.on_device()
     noisy = call.x.clone()
     # Another state of the same size, which no norm maps to the same values
     noisy[b, later] = -noisy[b, later].roll(1)

@@ -17,7 +17,6 @@ from tracker.figures.choices import Axis, Convention
 
 if TYPE_CHECKING:
     import pandas as pd
-    import xarray as xr
     from matplotlib.figure import Figure
 
     from tracker.analysis.across_models import Results
@@ -81,19 +80,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Before the results are opened, which takes long
     names = _named(parsed.name, bool(parsed.results))
     from tracker.analysis.across_models import assign_clusters
-
-    results = assign_clusters(_open(parsed.results), parsed.clusters)
-    _run(parsed, names, results)
-    return OK
-
-
-def _open(directories: Sequence[Path]) -> "dict[str, xr.Dataset]":
     from tracker.store import distinct_names, open_results
 
-    names = distinct_names(directories)
-    return {
-        name: open_results(directory) for name, directory in zip(names, directories, strict=True)
-    }
+    named = zip(distinct_names(parsed.results), parsed.results, strict=True)
+    results = {name: open_results(directory) for name, directory in named}
+    _run(parsed, names, assign_clusters(results, parsed.clusters))
+    return OK
 
 
 def _named(name: str, has_results: bool) -> list[str]:

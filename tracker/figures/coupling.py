@@ -19,7 +19,6 @@ from tracker.analysis.curves import (
     curves,
     labelled_over_pairs,
     onset_of,
-    sources,
 )
 from tracker.analysis.null_levels import null_level
 from tracker.analysis.onset import Onset, pairs_of_blocks
@@ -116,7 +115,7 @@ def training_curves(results: Results, choices: Choices) -> "Plotted":
         legend_below(lss)
     (first, *_) = results.values()
     figure.suptitle(first.attrs.get("suite", "") if single else "")
-    return figure, pd.concat(tables, ignore_index=True)
+    return figure, tables
 
 
 def _draw_curve(
@@ -155,7 +154,7 @@ def over_training(results: Results, choices: Choices) -> "Plotted":
             _of_prompts(values, ds, choices) for values in _of_pairs(ds, choices)
         )
         began = _onset(ds, choices)
-        columns = of_means(coupling, "step", sources(ds), coupling_word(choices))
+        columns = of_means(coupling, "step", ds, coupling_word(choices))
         banded_line(panel, columns, BLUE)
         columns["unrelated"] = unrelated.mean("prompt").values
         panel.plot("step", "unrelated", data=columns, color=GREY, ls=":", label="unrelated blocks")
@@ -168,7 +167,7 @@ def over_training(results: Results, choices: Choices) -> "Plotted":
         of_onset |= {"onset_low": began.low, "onset_high": began.high}
         rows.append(pd.DataFrame({"result": name, **columns, **of_onset}))
     label_y(axes, axis_of_coupling(choices))
-    return figure, pd.concat(rows, ignore_index=True)
+    return figure, rows
 
 
 def _onset(ds: xr.Dataset, choices: Choices) -> Onset:
@@ -228,7 +227,7 @@ def layer_graph(results: Results, choices: Choices) -> "Plotted":
     label = f"coupling by {_defined(choices)}: {top:.2f}; thinner: less"
     axes[0].plot([], [], color=BLUE, lw=2.8, label=label)
     axes[0].legend(loc="upper center", bbox_to_anchor=(0.5, 0.02), frameon=False)
-    return figure, table
+    return figure, tables
 
 
 def _around_onset(ds: xr.Dataset, choices: Choices) -> list[int]:
@@ -256,12 +255,12 @@ def by_layer(results: Results, choices: Choices) -> "Plotted":
         apart = matrices.where(matrices["layer"] != matrices["layer_other"])
         counted = apart if choices.paper else where_counted(matrices, ds)
         of_layers = counted.mean("token").mean("layer_other")
-        columns = of_means(of_layers, "layer", sources(ds), coupling_word(choices))
+        columns = of_means(of_layers, "layer", ds, coupling_word(choices))
         banded_line(panel, columns, colour, name)
         rows.append(pd.DataFrame({"result": name, **columns}))
     panel.set(xlabel="Block l", ylabel=axis_of_coupling(choices))
     legend_below(panel)
-    return figure, pd.concat(rows, ignore_index=True)
+    return figure, rows
 
 
 def coupling_of_prompts(ds: xr.Dataset, choices: Choices) -> xr.DataArray:

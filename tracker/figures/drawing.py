@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from tracker.analysis.curves import evenly_measured, quartiles
+from tracker.analysis.curves import evenly_measured, quartiles, sources
 from tracker.analysis.regression import FEWEST_POINTS, clustered_mean, mean_interval
 from tracker.common.errors import UsageError
 from tracker.common.text import capitalised
@@ -24,9 +24,12 @@ if TYPE_CHECKING:
     from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
 
+    from tracker.analysis.across_models import Results
     from tracker.figures.choices import Axis
 
-    Plotted = tuple[Figure, pd.DataFrame]  # a figure, and the numbers that it plots
+    Plotted = tuple[
+        Figure, Sequence[pd.DataFrame]
+    ]  # a figure, and tables of the numbers that it plots
 
 Theme = Literal["light", "dark"]
 
@@ -163,6 +166,13 @@ def at_step(name: str, ds: xr.Dataset, i: int) -> str:
     return name if np.isnan(step) else f"{name}, step {step:,}"
 
 
+def first_and_last_steps(results: "Results") -> list[tuple[str, xr.Dataset, int]]:
+    """Return the name of each result, the result, and the index of its first and of its last step: an entry for each step."""
+    return [
+        (name, ds, i) for name, ds in results.items() for i in sorted({0, ds.sizes["step"] - 1})
+    ]
+
+
 def training_axis(
     axes: "Axes", *runs: Sequence[float] | np.ndarray, scale: "Axis" = "auto"
 ) -> None:
@@ -272,11 +282,11 @@ def of_quartiles(values: xr.DataArray, along: str) -> dict[str, np.ndarray]:
 
 
 def of_means(
-    by_prompt: xr.DataArray, along: str, sources: np.ndarray | None, name: str = "mean"
+    by_prompt: xr.DataArray, along: str, results: xr.Dataset, name: str = "mean"
 ) -> dict[str, np.ndarray]:
     """Return means over prompts, by this name, with their 95 % intervals, as the columns of a `banded_line`."""
     values = by_prompt.transpose(along, "prompt").values
-    (mean, *_), (low, high) = clustered_mean(values), mean_interval(values, sources)
+    (mean, *_), (low, high) = clustered_mean(values), mean_interval(values, sources(results))
     return {along: by_prompt[along].values, name: mean, "low": low, "high": high}
 
 

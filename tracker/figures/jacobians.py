@@ -16,6 +16,7 @@ from tracker.figures.drawing import (
     ORANGE,
     at_step,
     banded_line,
+    first_and_last_steps,
     legend_below,
     logarithmic_y,
     of_quartiles,
@@ -59,7 +60,7 @@ def singular_values(
         values.set(title=at_step(name, ds, i) + norm, ylabel="Singular value of J")
         inverse.set(title=text, xlabel="Block l", ylabel="1 / s₁ (s₁: largest singular value)")
         legend_below(inverse)
-    return figure, pd.concat(tables, ignore_index=True)
+    return figure, tables
 
 
 def _draw_ranks(panel: "Axes", by_layer: xr.DataArray) -> pd.DataFrame:
@@ -83,9 +84,7 @@ def spectra(results: Results, choices: Choices) -> "Plotted":
 
     At the first and the last step. Lines are medians over prompts and tokens. Exponents are drawn against k / d, with quartiles.
     """
-    shown = [
-        (name, ds, i) for name, ds in results.items() for i in sorted({0, ds.sizes["step"] - 1})
-    ]
+    shown = first_and_last_steps(results)
     figure, axes = panels(2 * len(shown), choices.ax)
     tables = []
     for values, exponents, (name, ds, i) in zip(axes[::2], axes[1::2], shown, strict=True):
@@ -103,4 +102,4 @@ def spectra(results: Results, choices: Choices) -> "Plotted":
         title = at_step(name, ds, i)
         values.set(title=title, ylabel="Singular value of\n(I + Jˡ) … (I + J¹)")
         exponents.set(title=title, xlabel="k / d", ylabel="Lyapunov exponent, ln(sₖ) / L")
-    return figure, pd.concat(tables, ignore_index=True)
+    return figure, tables

@@ -6,7 +6,7 @@
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from tracker.analysis.pairs import where_counted
 from tracker.analysis.selections import require_labels
 from tracker.common.errors import UsageError
 from tracker.figures.choices import Choices
-from tracker.figures.drawing import at_step, colour_map, panels
+from tracker.figures.drawing import at_step, colour_map, first_and_last_steps, panels
 from tracker.measures.registry import BY_NAME
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def heatmaps(results: Results, choices: Choices) -> "Plotted":
     ends = _ends([_where_defined(matrix) for matrix in matrices], nulls)
     for panel, matrix, null in zip(axes, matrices, nulls, strict=True):
         _draw_pairs(panel, matrix, null, ends)
-    return figure, pd.concat(tables, ignore_index=True)
+    return figure, tables
 
 
 def coupling_pictures(matrices: xr.DataArray, nulls: Mapping[int, float]) -> dict[int, np.ndarray]:
@@ -137,9 +137,9 @@ class Grid:
     Attributes:
         A: absolute values (T, T, K, K).
         largest: what the colours of each row of tiles are relative to, (T,).
-        columns: of the table, the same for all entries.
         index: the name of what a row or column of tiles is.
         tiles: its values, (T,).
+        columns: of the table, the same for all entries.
     """
 
     A: np.ndarray
@@ -147,9 +147,9 @@ class Grid:
     title: str
     xlabel: str
     ylabel: str
-    columns: Mapping[str, Any]
     index: str
     tiles: Sequence[int]
+    columns: Mapping[str, int] = field(default_factory=dict)
 
 
 def matrix_grid(results: Results, choices: Choices, *, variable: str) -> "Plotted":
@@ -159,20 +159,40 @@ def matrix_grid(results: Results, choices: Choices, *, variable: str) -> "Plotte
     tokens, in the layer chosen or in the middle of those compared, and its l'. A column is the basis in which the Jacobian of a
     row is expressed. Colours are relative to the largest singular value of the row's Jacobian; the table holds |A| itself.
     """
-    grids = []
-    for name, ds in results.items():
+    shown = first_and_last_steps(results)
+    figure, axes = panels(len(shown), choices.ax)
+    tables = []
+    for panel, (name, ds, i) in zip(axes, shown, strict=True):
         grid_of = _grid_of_layers if "token" in ds[variable].dims else _grid_of_tokens
-        for i in sorted({0, ds.sizes["step"] - 1}):
-            of_step = {"result": name, "step": ds["step"].values[i]}
-            title = at_step(name, ds, i)
-            grids.append(grid_of(ds.isel(step=i, prompt=0), variable, choices, title, of_step))
+        grid = grid_of(ds.isel(step=i, prompt=0), variable, choices)
+        T, _, K, _ = grid.A.shape
+        # All grids have the same colours, from 0 to 1.
+        picture = np.full((T * (K + 1) - 1, T * (K + 1) - 1), np.nan)
+        for a, b in np.ndindex(T, T):
+            # The Jacobian of a block that adds nothing is 0.
+            top = max(grid.largest[a], np.finfo(grid.A.dtype).tiny)
+            row, column = a * (K + 1), b * (K + 1)
+            picture[row : row + K, column : column + K] = grid.A[a, b] / top
+        panel.imshow(picture, cmap=colour_map(), vmin=0, vmax=1)
+        panel.grid(False)
+        title = f"{at_step(name, ds, i)}\n{grid.title}"
+        panel.set(title=title, xlabel=grid.xlabel, ylabel=grid.ylabel)
+        ticks = np.arange(T) * (K + 1) + (K - 1) / 2
+        labels = list(map(str, grid.tiles))
+        panel.set_xticks(ticks, labels)
+        panel.set_yticks(ticks, labels)
+        row, column, a, b = np.indices(grid.A.shape).reshape(4, -1)
+        columns: dict[str, Any] = {"result": name, "step": ds["step"].values[i]}
+        columns[grid.index] = np.take(grid.tiles, row)
+        columns[f"{grid.index}_other"] = np.take(grid.tiles, column)
+        columns |= {**grid.columns, "row": a + 1, "column": b + 1, "value": grid.A.ravel()}
+        tables.append(pd.DataFrame(columns))
     label = "|A| relative to the largest\nsingular value of the row's Jacobian"
-    return _draw_grids(grids, choices, label)
+    figure.colorbar(axes[0].images[0], ax=axes, fraction=0.05, label=label)
+    return figure, tables
 
 
-def _grid_of_layers(
-    at: xr.Dataset, variable: str, choices: Choices, title: str, columns: Mapping[str, Any]
-) -> Grid:
+def _grid_of_layers(at: xr.Dataset, variable: str, choices: Choices) -> Grid:
     start = max(0, (at.sizes["layer"] - MAX_TILES) // 2)
     shown = list(choices.layers or at["layer"].values[start : start + MAX_TILES])
     tiles = at[variable].isel(token=0).sel(layer=shown, layer_other=shown)
@@ -180,18 +200,15 @@ def _grid_of_layers(
     return Grid(
         A=A,
         largest=np.diagonal(A[:, :, 0, 0]),  # in its own basis, A is diag(s)
-        title=f"{title}\nJ of token {int(at['token_position'].isel(token=0))}, blocks l and l'",
+        title=f"J of token {int(at['token_position'].isel(token=0))}, blocks l and l'",
         xlabel="Block l' (basis)",
         ylabel="Block l (Jacobian)",
-        columns=columns,
         index="block",
         tiles=shown,
     )
 
 
-def _grid_of_tokens(
-    at: xr.Dataset, variable: str, choices: Choices, title: str, columns: Mapping[str, Any]
-) -> Grid:
+def _grid_of_tokens(at: xr.Dataset, variable: str, choices: Choices) -> Grid:
     variant = variable.removesuffix("_matrix")
     l, other = _compared_block(at, choices.layers) if choices.layers else middle_layers(at)
     positions = at["pair_position"].dropna("pair_token").values.astype(int).tolist()
@@ -206,12 +223,12 @@ def _grid_of_tokens(
     return Grid(
         A=tiles.transpose("pair_token", "pair_token_other", "row", "column").values,
         largest=at[f"{variant}_singular_value"].sel(rank=1, layer=l).values,
-        title=f"{title}\nl = {l}, l' = {other}",
+        title=f"l = {l}, l' = {other}",
         xlabel=f"basis: {jacobian}, in block {other}".format("t'"),
         ylabel=f"{jacobian}, in block {l}".format("t"),
-        columns={**columns, "block": l, "block_other": other},
         index="token",
         tiles=positions[:MAX_TILES],
+        columns={"block": l, "block_other": other},
     )
 
 
@@ -225,33 +242,3 @@ def _compared_block(at: xr.Dataset, layers: Sequence[int]) -> tuple[int, int]:
             f"{', '.join(map(str, compared)) or 'none'}"
         )
     return layers[0], int(others.sel(layer=layers[0]))
-
-
-def _draw_grids(grids: Sequence[Grid], choices: Choices, label: str) -> "Plotted":
-    """Draw a panel for each grid, all in the same colours, from 0 to 1."""
-    figure, axes = panels(len(grids), choices.ax)
-    tables = []
-    for panel, grid in zip(axes, grids, strict=True):
-        T, _, K, _ = grid.A.shape
-        picture = np.full((T * (K + 1) - 1, T * (K + 1) - 1), np.nan)
-        for a, b in np.ndindex(T, T):
-            # The Jacobian of a block that adds nothing is 0.
-            top = max(grid.largest[a], np.finfo(grid.A.dtype).tiny)
-            row, column = a * (K + 1), b * (K + 1)
-            picture[row : row + K, column : column + K] = grid.A[a, b] / top
-        panel.imshow(picture, cmap=colour_map(), vmin=0, vmax=1)
-        panel.grid(False)
-        panel.set(title=grid.title, xlabel=grid.xlabel, ylabel=grid.ylabel)
-        ticks = np.arange(T) * (K + 1) + (K - 1) / 2
-        labels = list(map(str, grid.tiles))
-        panel.set_xticks(ticks, labels)
-        panel.set_yticks(ticks, labels)
-        row, column, a, b = np.indices(grid.A.shape).reshape(4, -1)
-        # The tiles stand after result and step.
-        columns = {name: grid.columns[name] for name in ("result", "step")}
-        columns[grid.index] = np.take(grid.tiles, row)
-        columns[f"{grid.index}_other"] = np.take(grid.tiles, column)
-        columns |= {**grid.columns, "row": a + 1, "column": b + 1, "value": grid.A.ravel()}
-        tables.append(pd.DataFrame(columns))
-    figure.colorbar(axes[0].images[0], ax=axes, fraction=0.05, label=label)
-    return figure, pd.concat(tables, ignore_index=True)

@@ -113,7 +113,7 @@ def comparison(
         if fit["averaged"]:
             notes[0] += f"; {_of_averaged(fit)}"
     _annotate(figure, results, table, choices, notes)
-    return figure, table
+    return figure, [table]
 
 
 def benchmark_against_mean(results: Results, choices: Choices) -> "Plotted":
@@ -136,7 +136,7 @@ def benchmark_against_mean(results: Results, choices: Choices) -> "Plotted":
     table = _with_properties(results, properties)
     figure, _ = _scatter([(table, "mean score", task)], choices)
     _annotate(figure, results, table, choices)
-    return figure, table
+    return figure, [table]
 
 
 def by_prompt(results: Results, choices: Choices) -> "Plotted":
@@ -156,7 +156,7 @@ def by_prompt(results: Results, choices: Choices) -> "Plotted":
     label_y(axes, axis_of_coupling(choices))
     if choices.ax is None and not any("difficulty" in table for table in tables.values()):
         figure.suptitle("Coupling of each prompt against its length")
-    return figure, pd.concat(tables.values(), ignore_index=True)
+    return figure, list(tables.values())
 
 
 def _of_prompts(name: str, ds: xr.Dataset, choices: Choices) -> pd.DataFrame:
@@ -193,7 +193,7 @@ def subsets(results: Results, choices: Choices) -> "Plotted":
     axes.set_yticks(y, labels)
     axes.set(xlim=(-0.02, 1.02), ylim=(-0.6, len(fits) - 0.4), xlabel=f"R² of score on {coupling}")
     _annotate(figure, results, table, choices)
-    return figure, fits
+    return figure, [fits]
 
 
 def _scatter(
@@ -338,7 +338,7 @@ def table_of_models(results: Results, choices: Choices) -> "Plotted":
             "training tokens: read by a walk from the names of checkpoints, see docs/checkpoints.md"
         )
     _write_below(figure, choices, notes)
-    return figure, table
+    return figure, [table]
 
 
 def _texts(name: str, column: list[Any]) -> list[str]:

@@ -11,6 +11,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 import xarray as xr
 
 from tracker.analysis.across_models import Results, shared
@@ -29,8 +30,6 @@ from tracker.store import Result, runs_of_recipes
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from tracker.figures.drawing import Plotted
 
 
 CHOSEN = ("measure", "step", "axis", "layers", "recipes")  # the choices that only some figures take
@@ -57,7 +56,9 @@ def resolve(name: str | int) -> str:
     return resolved
 
 
-def draw(name: str, results: Results, k: int | None = None, **chosen: Any) -> "Plotted":
+def draw(
+    name: str, results: Results, k: int | None = None, **chosen: Any
+) -> "tuple[Figure, pd.DataFrame]":
     """Draw a figure by its resolved name.
 
     Args:
@@ -89,11 +90,11 @@ def draw(name: str, results: Results, k: int | None = None, **chosen: Any) -> "P
     choices = replace(choices, k=k if k is not None else ks[0] if ks else 0)
     # The user's own settings of matplotlib stay as they are.
     with rc_context(STYLE):
-        drawn, table = declaration.draw(results, choices)
+        drawn, tables = declaration.draw(results, choices)
     if choices.ax is None and not drawn.get_suptitle():
         title = fill(declaration.title, int(LETTERS_PER_INCH * drawn.get_figwidth()))
         drawn.suptitle(title)
-    return drawn, table
+    return drawn, pd.concat(tables, ignore_index=True)
 
 
 def _adjusted(figure: FigureSpec, choices: Choices) -> FigureSpec:

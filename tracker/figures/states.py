@@ -11,7 +11,7 @@ import pandas as pd
 import xarray as xr
 
 from tracker.analysis.across_models import Results
-from tracker.analysis.curves import quartiles, sources
+from tracker.analysis.curves import quartiles
 from tracker.analysis.selections import require_labels
 from tracker.analysis.variables import evenly_spaced
 from tracker.common.errors import UsageError
@@ -22,6 +22,7 @@ from tracker.figures.drawing import (
     at_step,
     axis_label,
     banded_line,
+    first_and_last_steps,
     label_y,
     legend_below,
     of_means,
@@ -79,7 +80,7 @@ def quartile_lines(
         panel.set_title("" if of == "result" else next(iter(group)))
         if panel is axes[0] and panel.get_legend_handles_labels()[1]:
             legend_below(panel)
-    return figure, pd.concat(rows, ignore_index=True)
+    return figure, rows
 
 
 def _of_results(group: Results, variable: str, _: Choices) -> Lines:
@@ -145,7 +146,7 @@ def first_and_last(
         panel.set_xticks(places, list(results), rotation=45, ha="right")
         panel.set_ylabel(axis_label(variable))
     legend_below(axes[0])
-    return figure, pd.concat(rows, ignore_index=True)
+    return figure, rows
 
 
 def principal_planes(results: Results, choices: Choices) -> "Plotted":
@@ -154,9 +155,7 @@ def principal_planes(results: Results, choices: Choices) -> "Plotted":
     Raises:
         UsageError: for a result whose first prompt has too few tokens to span a plane.
     """
-    shown = [
-        (name, ds, i) for name, ds in results.items() for i in evenly_spaced(ds.sizes["step"], 2)
-    ]
+    shown = first_and_last_steps(results)
     figure, axes = panels(len(shown), choices.ax)
     rows = []
     for panel, (name, ds, i) in zip(axes, shown, strict=True):
@@ -181,7 +180,7 @@ def principal_planes(results: Results, choices: Choices) -> "Plotted":
         panel.set(title=at_step(name, ds, i), xlabel="First principal axis")
     label_y(axes, "Second principal axis")
     legend_below(axes[0])
-    return figure, pd.concat(rows, ignore_index=True)
+    return figure, rows
 
 
 def noise_response(results: Results, choices: Choices) -> "Plotted":
@@ -193,11 +192,11 @@ def noise_response(results: Results, choices: Choices) -> "Plotted":
         require_labels(at, "depth", (0, 1), "the response to noise")
         for depth, colour in ((1, BLUE), (int(at["depth"][-1]), ORANGE)):
             by_prompt = at.sel(depth=depth, drop=True).mean("position")
-            columns = of_means(by_prompt, "noise", sources(ds))
+            columns = of_means(by_prompt, "noise", ds)
             banded_line(panel, columns, colour, f"after block {depth}")
             rows.append(pd.DataFrame({"result": name, "depth": depth, **columns}))
         panel.set(title=name, xlabel="Length of the noise / length of the embedding", xscale="log")
         panel.xaxis.set_major_formatter("{x:g}")
     label_y(axes, "Cosine similarity to the state\nwithout noise")
     legend_below(axes[0])
-    return figure, pd.concat(rows, ignore_index=True)
+    return figure, rows

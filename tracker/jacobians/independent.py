@@ -41,10 +41,10 @@ from tracker.jacobians.judge import step as step_of
 from tracker.jacobians.restriction import (
     FAILURES,
     RowAttention,
+    evaluating_full_sequence,
+    evaluating_rows,
     full_sequence,
     restrict,
-    running_full_sequence,
-    running_rows,
 )
 from tracker.jacobians.slicing import NotSliceable, Rows
 from tracker.linalg.jacobian import (
@@ -138,11 +138,10 @@ def settle(
         NotSliceable: if that is so at single rows alone.
     """
     if row_attention is None:
-        return _settle(call, rows, _function_of(rows, None), (J, allowed))
+        return _settle(call, rows, None, (J, allowed))
     found = None
     with suppress(UsageError):
-        at_rows = _function_of(rows, row_attention)
-        found = _settle(call, rows, at_rows, (J, allowed))
+        found = _settle(call, rows, row_attention, (J, allowed))
         if found.method != DETACHED:
             return found
     groups = [group for _, group in rows.disjoint_groups()]
@@ -159,7 +158,7 @@ def settle_full_sequence(call: BlockCall, rows: Rows) -> Independent:
     Raises:
         UsageError: if reverse mode does not give the derivative of the block's values.
     """
-    return _settle(call, rows, _function_of(rows, None))
+    return _settle(call, rows, None)
 
 
 def amplified_rounding(call: BlockCall, rows: Rows, row_attention: RowAttention | None) -> float:
@@ -167,38 +166,12 @@ def amplified_rounding(call: BlockCall, rows: Rows, row_attention: RowAttention 
 
     Arguments as in `settle`.
     """
-    function_of = _function_of(rows, row_attention)
     try:
-        with _in(torch.float64, call) as fine:
-            function, x = function_of(fine), rows.select_sources(fine.x)
-            with function.running():
-                expected = linearize(function.f, x).pullback(_cotangents(x))
+        with _at_rows(torch.float64, call, rows, row_attention) as (f, x, running), running():
+            expected = linearize(f, x).pullback(_cotangents(x))
     except (UsageError, NotSliceable):
         return 0.0
-    return _amplified_rounding(call, rows, function_of, expected)
-
-
-@dataclass(frozen=True)
-class Function:
-    """A block at some rows, and the context in which it runs."""
-
-    f: RowFunction
-    running: Callable[[], AbstractContextManager[Roundings]]
-
-
-FunctionOf = Callable[[BlockCall], Function]
-
-
-def _function_of(rows: Rows, row_attention: RowAttention | None) -> FunctionOf:
-    """Return what makes the function of a call at rows; arguments as in `settle`."""
-
-    def function_of(call: BlockCall) -> Function:
-        if row_attention is None:
-            f = full_sequence(call, rows)
-            return Function(f, partial(running_full_sequence, call))
-        return Function(restrict([(call, rows)], row_attention), running_rows)
-
-    return function_of
+    return _amplified_rounding(call, rows, row_attention, expected)
 
 
 Formed = tuple[Tensor, float]  # Jacobians, and the error that is allowed
@@ -207,34 +180,31 @@ Formed = tuple[Tensor, float]  # Jacobians, and the error that is allowed
 def _settle(
     call: BlockCall,
     rows: Rows,
-    function_of: FunctionOf,
+    row_attention: RowAttention | None,
     formed: Formed | None = None,
 ) -> Independent:
     """Settle in float64 if the code runs in it: it may require another dtype, as nanochat does of its rotary tables."""
     residual = rows.source is None
     # Within a smaller step, few units change their sign.
     if formed is not None and call.x.dtype != torch.float64:
-        with _in(call.x.dtype, call) as own, suppress(NotSliceable):
-            function, x = function_of(own), rows.select_sources(own.x)
-            with function.running():
-                errors = differ_from_values(
-                    function.f, x, formed[0].to(x.dtype), residual, BOUNDS[4].steps[-1]
-                )
+        at_rows = _at_rows(call.x.dtype, call, rows, row_attention)
+        with suppress(NotSliceable), at_rows as (f, x, running):
+            with running():
+                J = formed[0].to(x.dtype)
+                errors = differ_from_values(f, x, J, residual, BOUNDS[4].steps[-1])
             if bool((errors <= formed[1]).all()):
                 return Independent("differences", float(errors.max()))
     for dtype in dict.fromkeys((torch.float64, call.x.dtype)):
-        with _in(dtype, call) as converted:
-            function = function_of(converted)
-            x = rows.select_sources(converted.x)
+        with _at_rows(dtype, call, rows, row_attention) as (f, x, running):
             try:
-                with function.running() as roundings:
-                    block = linearize(function.f, x, standard_normal(x.shape, x, seed=1))
+                with running(), Roundings() as roundings:
+                    block = linearize(f, x, standard_normal(x.shape, x, seed=1))
             except (UsageError, NotSliceable):
                 if dtype == call.x.dtype:
                     raise
                 continue
-            with function.running():
-                outcome = judge_rows(call, function.f, x, block, residual, roundings)
+            with running():
+                outcome = judge_rows(call, f, x, block, residual, roundings)
                 if formed is None:
                     return outcome
                 expected = block.pullback(_cotangents(x))
@@ -242,7 +212,7 @@ def _settle(
                 if off <= formed[1]:
                     return outcome
         found = f"its Jacobian differs by {off:.1e} from reverse mode in {dtype}"
-        if CLOSER * _amplified_rounding(call, rows, function_of, expected) < off:
+        if CLOSER * _amplified_rounding(call, rows, row_attention, expected) < off:
             raise Disagreement(
                 f"block {call.layer} ({call.name}): {found}, more than rounding explains"
             )
@@ -253,7 +223,7 @@ def _settle(
 def _amplified_rounding(
     call: BlockCall,
     rows: Rows,
-    function_of: FunctionOf,
+    row_attention: RowAttention | None,
     expected: Float[Tensor, "P R d"],
 ) -> float:
     """Return how far J^T u is from its true value, in the measuring dtype, where the state and weights are moved by roundings.
@@ -263,26 +233,33 @@ def _amplified_rounding(
     """
     generator = torch.Generator().manual_seed(SEED)
     changes, residual = [], rows.source is None
-    with _in(call.x.dtype, call) as own:
-        function, x = function_of(own), rows.select_sources(own.x)
-        with function.running():
-            for times in MOVED_BY:
-                move_weights(call.block.modules(), x.itemsize, generator)
-                block = linearize(function.f, x.lerp(moved(x, x.itemsize, generator), times))
-                # As it is formed: products with random vectors round more than those with unit vectors.
-                J = dense_jacobian(block.pullback, block.y, PROBES, residual)
-                changes.append(error_of_products(J, x, expected, residual) / times)
+    with _at_rows(call.x.dtype, call, rows, row_attention) as (f, x, running), running():
+        for times in MOVED_BY:
+            move_weights(call.block.modules(), x.itemsize, generator)
+            block = linearize(f, x.lerp(moved(x, x.itemsize, generator), times))
+            # As it is formed: products with random vectors round more than those with unit vectors.
+            J = dense_jacobian(block, PROBES, residual)
+            changes.append(error_of_products(J, x, expected, residual) / times)
     return max(changes)
 
 
 @contextmanager
-def _in(dtype: torch.dtype, call: BlockCall) -> Iterator[BlockCall]:
-    """Hold the weights of a call in a dtype, and yield the call in it."""
+def _at_rows(
+    dtype: torch.dtype, call: BlockCall, rows: Rows, row_attention: RowAttention | None
+) -> Iterator[tuple[RowFunction, Tensor, Callable[[], AbstractContextManager[None]]]]:
+    """Hold the weights of a call in a dtype; yield the block at rows, its input there, and the context in which it runs.
+
+    Arguments as in `settle`.
+    """
     with (
         call.replica.materialize(call.block, dtype=dtype),
         call.replica.materialize(call.final_norm, dtype=dtype),
     ):
-        yield call.to(dtype, call.x.device)
+        call = call.to(dtype, call.x.device)
+        f, running = full_sequence(call, rows), partial(evaluating_full_sequence, call)
+        if row_attention is not None:
+            f, running = restrict([(call, rows)], row_attention), evaluating_rows
+        yield f, rows.select_sources(call.x), running
 
 
 def judge_rows(
@@ -295,13 +272,12 @@ def judge_rows(
 ) -> Independent:
     """Compare reverse mode with differences of several steps and with forward mode."""
     u, v = _cotangents(x), standard_normal(x.shape, x, seed=1)
-    g = block.pullback(u)
+    error, size = _compared(u, v, block.pullback(u), residual)
     precision = min(x.itemsize, roundings.least)
-    products = {"u": u, "v": v, "g": g, "residual": residual}
-    error, size = partial(_error, **products), partial(_size, **products)
     values = judge(f, x, block.y, v, error, size, precision)
-    wrong = values.refuted
-    forward = torch.full((len(x),), nan) if block.tangent is None else error(block.tangent)
+    wrong, forward = values.refuted, torch.full((len(x),), nan)
+    if block.tangent is not None:
+        forward = error(block.tangent)
     if wrong.any():
         seen, explained = _explained_by_detach(f, x, u, v, residual, precision)
         if not bool(explained[wrong].all()):
@@ -348,13 +324,9 @@ def error_of_products(
 
 def largest_error(g: Tensor, expected: Tensor, residual: bool, u: Tensor) -> float:
     """Return the largest error of products J^T u over the rows, relative to those without the identity."""
-    sizes = (
-        torch.maximum(norm(expected - residual * u), FLOOR[torch.float32] * norm(u))
-        .square()
-        .sum(0)
-        .sqrt()
-    )
-    return float((norm(g - expected).square().sum(0).sqrt() / sizes).max())
+    sizes = torch.maximum(norm(expected - residual * u), FLOOR[torch.float32] * norm(u))
+    errors = norm(g - expected)
+    return float((errors.square().sum(0).sqrt() / sizes.square().sum(0).sqrt()).max())
 
 
 class WithoutDetach(TorchFunctionMode):
@@ -397,41 +369,39 @@ def _explained_by_detach(
 
     try:
         block = linearize(attached, x)
-        products = {"u": u, "v": v, "g": block.pullback(u), "residual": residual}
         if DETACH in seen.names:
-            agree = judge(
-                f,
-                x,
-                block.y,
-                v,
-                partial(_error, **products),
-                partial(_size, **products),
-                precision,
-            ).agree
+            measures = _compared(u, v, block.pullback(u), residual)
+            agree = judge(f, x, block.y, v, *measures, precision).agree
     except FAILURES as failure:  # `detach().numpy()`, among others
         raise_device_errors(failure)
     return seen.names, agree
 
 
-def _error(
-    derivative: Tensor, u: Tensor, v: Tensor, g: Tensor, residual: bool
-) -> Float[Tensor, " R"]:
-    """Return the error of D v in each row, relative to D v without the identity, from products with u."""
-    difference = (u * derivative).sum(-1, dtype=torch.float64) - (g * v).sum(
-        -1, dtype=torch.float64
-    )
-    return (difference.square().mean(0).sqrt() / _size(derivative, u, v, g, residual)).cpu()
+def _compared(
+    u: Float[Tensor, "P R d"], v: Float[Tensor, "R d"], g: Float[Tensor, "P R d"], residual: bool
+) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """Return functions of a derivative D v: its error and its size in each row.
 
+    Args:
+        u, v: cotangents and a tangent.
+        g: J^T u.
+        residual: whether J has the identity.
+    """
 
-def _size(
-    derivative: Tensor, u: Tensor, v: Tensor, g: Tensor, residual: bool
-) -> Float[Tensor, " R"]:
-    """Return the size of D v without the identity in each row, or of J^T u if that is larger."""
-    # |J^T u| has the size of |J|_F, as |J v| has.
-    size = torch.maximum(
-        norm(derivative - residual * v), norm(g - residual * u).square().mean(0).sqrt()
-    )
-    return torch.maximum(size, FLOOR[v.dtype] * norm(v))
+    def size(derivative: Tensor) -> Float[Tensor, " R"]:
+        """Return the size of D v without the identity in each row, or of J^T u if that is larger."""
+        # |J^T u| has the size of |J|_F, as |J v| has.
+        of_g = norm(g - residual * u).square().mean(0).sqrt()
+        size = torch.maximum(norm(derivative - residual * v), of_g)
+        return torch.maximum(size, FLOOR[v.dtype] * norm(v))
+
+    def error(derivative: Tensor) -> Float[Tensor, " R"]:
+        """Return the error of D v in each row, relative to D v without the identity, from products with u."""
+        summed = partial(torch.sum, dim=-1, dtype=torch.float64)
+        difference = summed(u * derivative) - summed(g * v)
+        return (difference.square().mean(0).sqrt() / size(derivative)).cpu()
+
+    return error, size
 
 
 def _refusal(

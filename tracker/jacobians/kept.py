@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,18 +44,12 @@ class JacobianFile:
         """
         start = self._file.seek(0, os.SEEK_END)
         with space_for(J.nbytes):
-            self._file.write(_bytes(J.cpu().contiguous()))
+            np.save(self._file, J.cpu().contiguous().numpy())
             self._file.flush()
-        shape, dtype, device = J.shape, J.dtype, J.device
+        device = J.device
 
         def read() -> Tensor:
-            again = torch.empty(shape, dtype=dtype)
             self._file.seek(start)
-            self._file.readinto(_bytes(again))
-            return again.to(device)
+            return torch.from_numpy(np.load(self._file)).to(device)
 
         return read
-
-
-def _bytes(J: Tensor) -> memoryview:
-    return J.view(torch.uint8).numpy().data

@@ -104,13 +104,13 @@ def ask_backward(
         # The model may work in place, which a leaf does not allow
         return leaf.requires_grad_(gradients).clone()
 
-    def see(attention: OriginalAttention, *given: Any) -> Any:
-        mask = given[3]
+    def see(attention: OriginalAttention) -> Any:
+        mask = attention.mask
         if isinstance(mask, Tensor) and mask.requires_grad and model.ended >= 0:
             (own,) = torch.autograd.grad(mask.sum(), leaf, retain_graph=True, allow_unused=True)
             if own is not None:
                 moving.add(model.ended + 1)
-        return attention(*given)
+        return attention()
 
     def end(l: int, y: Tensor) -> None:
         if l not in questions:

@@ -20,7 +20,7 @@ from tracker.common.errors import UsageError
 from tracker.devices import raise_device_errors
 from tracker.jacobians.slicing import NotSliceable, Rows, concatenate_argument, slice_argument
 from tracker.linalg.jacobian import Linearization, RowFunction, linearize
-from tracker.linalg.linear import FreeBuffers, FrozenLinear
+from tracker.linalg.linear import FrozenLinear
 from tracker.linalg.precision import Roundings
 from tracker.model.attention import OriginalAttention, intercept_attention
 from tracker.model.proposals import BlocksNotFound, chained
@@ -39,9 +39,8 @@ FAILURES = (
     ValueError,
 )
 CallRows = tuple[BlockCall, Rows]
-RowAttention = Callable[
-    [OriginalAttention, Tensor, Tensor, Tensor, Sequence[tuple[AttentionCall, Rows]]], Any
-]
+# Of the rows, and the recorded attentions, each with those of the rows that belong to it
+RowAttention = Callable[[OriginalAttention, Sequence[tuple[AttentionCall, Rows]]], Any]
 
 
 def restrict(selections: Sequence[CallRows], row_attention: RowAttention) -> RowFunction:
@@ -80,21 +79,14 @@ def restrict(selections: Sequence[CallRows], row_attention: RowAttention) -> Row
     def f(x: Float[Tensor, "R d"]) -> Float[Tensor, "R d"]:
         expected = iter(recorded)
 
-        def handler(
-            attention: OriginalAttention,
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            mask: Any,
-            causal: bool,
-        ) -> Any:
-            frozen = next(expected, [])
+        def handler(attention: OriginalAttention) -> Any:
+            frozen, key = next(expected, []), attention.key
             own_token = bool(frozen) and key.dim() == 4 and key.shape[-2] == 1
             # In the full sequence, too, it attended to the block's own tokens: all of them, and no others.
             recorded_lengths = [past.key.shape[-2] for past, _ in frozen]
             if not own_token or recorded_lengths != lengths:
                 raise NotSliceable("its attention is over something other than its own tokens")
-            return row_attention(attention, query, key, value, frozen)
+            return row_attention(attention, frozen)
 
         with intercept_attention(handler):
             y = call(x[:, None], arguments).squeeze(1)  # not [:, 0], whose derivative is a copy
@@ -120,24 +112,17 @@ def _restrict_to_sources(
     live: list[tuple[Tensor, Tensor]] = []  # keys and values of the sources, by attention
 
     def of_sources(
-        attention: OriginalAttention,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        frozen: Sequence[tuple[AttentionCall, Rows]],
+        attention: OriginalAttention, frozen: Sequence[tuple[AttentionCall, Rows]]
     ) -> Any:
-        live.append((key, value))
-        return row_attention(attention, query, key, value, frozen)
+        live.append((attention.key, attention.value))
+        return row_attention(attention, frozen)
 
     def of_targets(
-        attention: OriginalAttention,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        frozen: Sequence[tuple[AttentionCall, Rows]],
+        attention: OriginalAttention, frozen: Sequence[tuple[AttentionCall, Rows]]
     ) -> Any:
         pasts = [(past, rows) for (past, _), (_, rows) in zip(frozen, selections, strict=True)]
-        return row_attention(attention, query, *live.pop(0), pasts)
+        key, value = live.pop(0)
+        return row_attention(replace(attention, key=key, value=value), pasts)
 
     run_sources = restrict(
         [(call, Rows(rows.sample, rows.live)) for call, rows in selections], of_sources
@@ -166,41 +151,27 @@ def full_sequence(call: BlockCall, rows: Rows) -> RowFunction:
     return f
 
 
-def linearize_rows(f: RowFunction, x: Tensor, buffers: FreeBuffers | None = None) -> Linearization:
+def linearize_rows(f: RowFunction, x: Tensor) -> Linearization:
     """Linearize a restricted block, its linear layers through `FrozenLinear`.
-
-    Args:
-        buffers: memory for copies of weights.
 
     Raises:
         NotSliceable: if the block's code raises on sequences of length one.
     """
-    with running_rows(buffers) as roundings:
+    with evaluating_rows(), Roundings() as roundings:
         block = linearize(f, x)
     return replace(block, rounded=roundings.seen)
 
 
 @contextmanager
-def evaluating_rows(buffers: FreeBuffers | None = None) -> Iterator[None]:
+def evaluating_rows() -> Iterator[None]:
     """Run a restricted block, its linear layers through `FrozenLinear`.
 
     Raises:
         NotSliceable: if the block's code raises on sequences of length one.
     """
     # Attention as plain products: the fused kernels have no vmap rule.
-    with slicing_errors(), sdpa_kernel(SDPBackend.MATH), FrozenLinear(buffers):
+    with slicing_errors(), sdpa_kernel(SDPBackend.MATH), FrozenLinear():
         yield
-
-
-@contextmanager
-def running_rows(buffers: FreeBuffers | None = None) -> Iterator[Roundings]:
-    """Do the same, and observe where the block rounds.
-
-    Raises:
-        NotSliceable: if the block's code raises on sequences of length one.
-    """
-    with evaluating_rows(buffers), Roundings() as roundings:
-        yield roundings
 
 
 def linearize_full_sequence(call: BlockCall, rows: Rows) -> Linearization:
@@ -209,7 +180,7 @@ def linearize_full_sequence(call: BlockCall, rows: Rows) -> Linearization:
     Raises:
         UsageError: if the block's code raises when it runs again.
     """
-    with running_full_sequence(call) as roundings:
+    with evaluating_full_sequence(call), Roundings() as roundings:
         block = linearize(full_sequence(call, rows), rows.select_sources(call.x))
     return replace(block, rounded=roundings.seen)
 
@@ -223,17 +194,6 @@ def evaluating_full_sequence(call: BlockCall) -> Iterator[None]:
     """
     with replay_errors(call), sdpa_kernel(SDPBackend.MATH):
         yield
-
-
-@contextmanager
-def running_full_sequence(call: BlockCall) -> Iterator[Roundings]:
-    """Do the same, and observe where the block rounds.
-
-    Raises:
-        UsageError: if the block's code raises when it runs again.
-    """
-    with evaluating_full_sequence(call), Roundings() as roundings:
-        yield roundings
 
 
 @contextmanager

@@ -31,29 +31,22 @@ from tracker.model.recording import AttentionCall
 AT_ONCE = {True: 1 << 22, False: 1 << 26}
 
 
-def by_formula(
-    attention: OriginalAttention,
-    query: Float[Tensor, "R H 1 e"],
-    key: Float[Tensor, "R G 1 e"],
-    value: Float[Tensor, "R G 1 f"],
-    frozen: Sequence[tuple[AttentionCall, Rows]],
-) -> Any:
+def by_formula(attention: OriginalAttention, frozen: Sequence[tuple[AttentionCall, Rows]]) -> Any:
     """Return the attention of R rows, exact in value and first derivative, from its formula.
 
     Args:
-        attention: the model's own attention, with its formula.
-        query: the rows' queries; query head h uses key head h // (H / G).
-        key: the live keys: the rows' own, or those of their sources.
-        value: the live values.
+        attention: the model's own, of the rows' queries (R, H, 1, e), and the live keys (R, G, 1, e) and values (R, G, 1, f): the
+            rows' own, or those of their sources. Query head h uses key head h // (H / G).
         frozen: the recorded attentions, each with those of the R rows that belong to it.
 
     Raises:
         NotSliceable: if the formula is not known.
     """
+    given = attention.query, attention.key, attention.value
+    # Products within a row are cheap: under autocast they stay in the recorded dtype.
+    query, key, value = (live.to(frozen[0][0].key.dtype) for live in given)
     if attention.formula is None or query.shape[1] % key.shape[1]:
         raise NotSliceable("the formula of its attention is not known")
-    # Products within a row are cheap: under autocast they stay in the recorded dtype.
-    query, key, value = (live.to(frozen[0][0].key.dtype) for live in (query, key, value))
     expansion = Expansion.empty(query, value)
     # The point of expansion is a constant, also where `detach` is the identity
     with torch._C.DisableTorchFunction():
@@ -79,25 +72,18 @@ def by_formula(
         return attention.format_output(expansion(query, key, value))
 
 
-def by_own_code(
-    attention: OriginalAttention,
-    query: Float[Tensor, "R H 1 e"],
-    key: Float[Tensor, "R G 1 e"],
-    value: Float[Tensor, "R G 1 f"],
-    frozen: Sequence[tuple[AttentionCall, Rows]],
-) -> Any:
+def by_own_code(attention: OriginalAttention, frozen: Sequence[tuple[AttentionCall, Rows]]) -> Any:
     """Return the same from the model's own attention, each recording's rows separately."""
     sizes = [len(rows) for _, rows in frozen]
+    given = (t.split(sizes) for t in (attention.query, attention.key, attention.value))
     outputs = []
-    for (past, rows), q, k, v in zip(
-        frozen, query.split(sizes), key.split(sizes), value.split(sizes), strict=True
-    ):
+    for (past, rows), q, k, v in zip(frozen, *given, strict=True):
         at = rows.on(q.device)
         is_own = torch.arange(past.key.shape[-2], device=q.device) == at.live[:, None]
         own = is_own[:, None, :, None]  # (R, 1, n, 1)
         K = torch.where(own, k, past.key[at.sample_in(past.key)])
         V = torch.where(own, v, past.value[at.sample_in(past.value)])
-        outputs.append(attention(q, K, V, mask_rows(past, at), False))
+        outputs.append(attention.function(q, K, V, mask_rows(past, at), False))
     if isinstance(outputs[0], tuple):  # the output, and further results such as the weights
         return torch.cat([output for output, *_ in outputs]), *outputs[0][1:]
     return torch.cat(outputs)

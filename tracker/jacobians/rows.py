@@ -30,7 +30,6 @@ from tracker.jacobians.checks import (
     derivative_error,
     quality,
     reproduces_recorded_output,
-    require_finite,
     require_reproduction,
 )
 from tracker.jacobians.independent import (
@@ -57,7 +56,6 @@ from tracker.jacobians.row_attention import by_formula, by_own_code
 from tracker.jacobians.slicing import NotSliceable, Rows
 from tracker.jacobians.witness import Witness
 from tracker.linalg.jacobian import Linearization, RowFunction, dense_jacobian
-from tracker.linalg.linear import FreeBuffers
 from tracker.linalg.precision import FAST, float32_products, relative_error, tolerance
 from tracker.linalg.transfer import moved, read, to_device
 from tracker.model.proposals import BlocksNotFound
@@ -112,6 +110,7 @@ OWN_ATTENTION = (
 PATHS: dict[Any, RowAttention] = {"formula": by_formula, "own code": by_own_code}
 
 
+@dataclass(eq=False)
 class Jacobians:
     """Jacobians of a replica's recorded blocks. Keeps the results of checks, and why layers used the full sequence.
 
@@ -124,19 +123,13 @@ class Jacobians:
         derivative: "autograd" leaves out the comparison with differences of values (`independent`).
     """
 
-    def __init__(
-        self,
-        replica: Replica,
-        precision: Precision = "float32",
-        memory: int = 1 << 30,
-        advance: Callable[[int], None] = lambda _: None,
-        derivative: Derivative = "checked",
-    ) -> None:
-        self.replica = replica
-        self.precision: Precision = precision
-        self.memory = memory
-        self.advance = advance
-        self.derivative: Derivative = derivative
+    replica: Replica
+    precision: Precision = "float32"
+    memory: int = 1 << 30
+    advance: Callable[[int], None] = lambda _: None
+    derivative: Derivative = "checked"
+
+    def __post_init__(self) -> None:
         # Layer -> the check, where differences do not agree or can't be used.
         self.independent: dict[int, Independent] = {}
         self.fallbacks: dict[int, str] = {}  # layer -> why the full sequence was used
@@ -146,7 +139,6 @@ class Jacobians:
         # By layer: the paths whose Jacobians are not those of the model
         self._refused: dict[int, set[str]] = {}
         self._reproduced: dict[int, bool] = {}
-        self._buffers: FreeBuffers = []
 
     def in_float32(self) -> "Jacobians":
         """Return the same with all products in float32."""
@@ -184,7 +176,10 @@ class Jacobians:
                 ((J, checks),) = self._formed(torch.float64, selections[i : i + 1])
                 results[i] = J.to(dtype), checks
                 (answers[i],) = self._read(selections[i : i + 1], results[i : i + 1])
-            require_finite(answers[i].finite, call)
+            if not answers[i].finite:
+                raise FloatingPointError(
+                    f"the Jacobian of block {call.layer} ({call.name}) is not finite (overflow or NaN in {call.x.dtype})"
+                )
         (call, _), (_, first) = selections[0], results[0]
         try:
             for (call, rows), answer, (_, checks) in zip(selections, answers, results, strict=True):
@@ -295,7 +290,7 @@ class Jacobians:
         J, value_error, rounded = full_sequence_jacobian(
             call, rows, self.replica.dtype, self.memory
         )
-        J.diagonal(dim1=-2, dim2=-1).sub_(int(rows.source is None))
+        torch.linalg.diagonal(J).sub_(int(rows.source is None))
         if not self.fallbacks:
             n = call.x.shape[1]
             warn_caller(
@@ -392,14 +387,11 @@ class Jacobians:
             NotSliceable: if one is too large.
         """
         recorded_dtype = self.replica.dtype
-        outputs = block.y.split([len(rows) for _, rows in selections])
-        # The host waits once for the values of all selections.
-        value_errors = read(
-            [
-                _value_error(call, rows, y, recorded_dtype)
-                for (call, rows), y in zip(selections, outputs, strict=True)
-            ]
-        )
+        outputs, errors = block.y.split([len(rows) for _, rows in selections]), []
+        for (call, rows), y in zip(selections, outputs, strict=True):
+            before, recorded = rows.select(call.x), rows.select(call.y)
+            errors.append(relative_error(y - before, recorded - before, recorded, recorded_dtype))
+        value_errors = read(errors)  # the host waits once for the values of all selections
         derivative_errors = []
         for (call, rows), value_error in zip(selections, value_errors, strict=True):
             if not value_error <= tolerance(recorded_dtype, rounded):
@@ -424,7 +416,7 @@ class Jacobians:
         """Use one path; with `rounded`, allow an error that the block's own rounding to float32 explains."""
         x = torch.cat([rows.select_sources(call.x) for call, rows in selections])
         f = restrict(selections, PATHS[path])
-        block = linearize_rows(f, x, self._buffers)
+        block = linearize_rows(f, x)
         y = block.y
         # Keys and values of a float32 pass carry its rounding.
         allowed = selections[0][0].recorded_coarser or (block.rounded and rounded)
@@ -438,17 +430,15 @@ class Jacobians:
         # Checked above; now with bfloat16 products
         if self.precision == "bfloat16" and x.dtype == torch.float32:
             with torch.autocast(x.device.type, torch.bfloat16):
-                block = linearize_rows(f, x, self._buffers)
+                block = linearize_rows(f, x)
         # A cotangent passes through copies of the keys where the model's own code runs.
         copied = _keys_and_values(selections) if path == "own code" else 0
         chunk = _chunk(16 * x.numel() + 2 * copied, x, self.memory)
         identity = selections[0][1].source is None
         products = float32_products("tf32") if self.precision == "tf32" else nullcontext()
         with slicing_errors(), products:
-            J = dense_jacobian(block.pullback, block.y, chunk, identity)
-        errors = self._compare(
-            selections, f, J, block.rounded, PATHS[path], evaluating_rows(self._buffers), y
-        )
+            J = dense_jacobian(block, chunk, identity)
+        errors = self._compare(selections, f, J, block.rounded, PATHS[path], evaluating_rows(), y)
         of_selections = zip(value_errors, derivative_errors, errors, strict=True)
         return J, [CheckResults(path, *of_selection) for of_selection in of_selections]
 
@@ -474,27 +464,15 @@ def _check_failed(check: str, error: float, dtype: torch.dtype, rounds: bool) ->
 
 
 def _chunk(scalars: int, x: Float[Tensor, "R d"], memory: int) -> int:
-    """Return how many cotangents to run at once if each keeps `scalars` alive; one cotangent of one row keeps about 16 d."""
-    d = x.shape[-1]
-    return max(
-        1, min(d, min(memory // x.itemsize, 16 * d * _enough_rows(d, x.device.type)) // scalars)
-    )
+    """Return how many cotangents to run at once if each keeps `scalars` alive; one cotangent of one row keeps about 16 d.
 
-
-def _enough_rows(d: int, device: str) -> int:
-    """Return how many rows (cotangents x token rows) at once let matrix products run at their full rate.
-
-    On a CPU at most some 16 MB: the C library reuses memory of that size for the next layer, and fresh memory can cost as
-    much as the product. Narrow models need many rows, as PyTorch's overhead is large compared with their products.
+    So many rows (cotangents x token rows) that matrix products run at their full rate. Narrow models need many, as PyTorch's
+    overhead is large compared with their products. On a CPU at most some 16 MB: the C library reuses memory of that size for the
+    next layer, and fresh memory can cost as much as the product.
     """
-    return max(256, min(4096, (1 << 20) // d)) if device == "cpu" else 4096
-
-
-def _value_error(
-    call: BlockCall, rows: Rows, y: Float[Tensor, "R d"], recorded_dtype: torch.dtype
-) -> Tensor:
-    before, recorded = rows.select(call.x), rows.select(call.y)
-    return relative_error(y - before, recorded - before, recorded, recorded_dtype)
+    d = x.shape[-1]
+    rows = max(256, min(4096, (1 << 20) // d)) if x.is_cpu else 4096
+    return max(1, min(d, min(memory // x.itemsize, 16 * d * rows) // scalars))
 
 
 def full_sequence_jacobian(
@@ -515,7 +493,7 @@ def full_sequence_jacobian(
     for index, group in rows.disjoint_groups():
         block, (at,) = linearize_full_sequence(call, group), to_device(x.device, index)
         with replay_errors(call):
-            J[at] = dense_jacobian(block.pullback, block.y, _chunk(16 * B * n * d, x, memory))
+            J[at] = dense_jacobian(block, _chunk(16 * B * n * d, x, memory))
         y[at], rounded = block.y, rounded or block.rounded
     return (
         J,

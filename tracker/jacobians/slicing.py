@@ -25,23 +25,6 @@ class NotSliceable(Exception):
 
 
 @dataclass(frozen=True)
-class Indices:
-    """R token rows as index tensors on a device."""
-
-    sample: Int[Tensor, " R"]
-    token: Int[Tensor, " R"]
-    live: Int[Tensor, " R"]
-
-    def subset(self, index: slice) -> "Indices":
-        """Return some of the rows."""
-        return Indices(self.sample[index], self.token[index], self.live[index])
-
-    def sample_in(self, tensor: Tensor) -> Int[Tensor, " R"]:
-        """Return the index of each row's sample along the tensor's first axis, which all samples may share (length 1)."""
-        return self.sample if tensor.shape[0] > 1 else torch.zeros_like(self.sample)
-
-
-@dataclass(frozen=True)
 class Rows:
     """R token rows, each a sample (index into the batch) and a position.
 
@@ -53,7 +36,7 @@ class Rows:
     sample: Int[Tensor, " R"]
     token: Int[Tensor, " R"]
     source: Int[Tensor, " R"] | None = None
-    _copies: dict[torch.device, Indices] = field(
+    _copies: dict[torch.device, "Rows"] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -65,11 +48,16 @@ class Rows:
         """The position whose key and value are live, not frozen."""
         return self.token if self.source is None else self.source
 
-    def on(self, device: torch.device) -> Indices:
-        """Return the rows as index tensors on a device."""
+    def on(self, device: torch.device) -> "Rows":
+        """Return the same rows, to index tensors on a device."""
         if device not in self._copies:
-            self._copies[device] = Indices(*to_device(device, self.sample, self.token, self.live))
+            numbers = [n for n in (self.sample, self.token, self.source) if n is not None]
+            self._copies[device] = Rows(*to_device(device, *numbers))
         return self._copies[device]
+
+    def sample_in(self, tensor: Tensor) -> Int[Tensor, " R"]:
+        """Return the index of each row's sample along the tensor's first axis, which all samples may share (length 1)."""
+        return self.sample if tensor.shape[0] > 1 else torch.zeros_like(self.sample)
 
     def select(self, X: Float[Tensor, "B n d"]) -> Float[Tensor, "R d"]:
         """Return these rows of a hidden state."""
@@ -167,7 +155,7 @@ def _unknown(name: str) -> NotSliceable:
     return NotSliceable(f"how the block's argument {name!r} divides into rows is not known")
 
 
-def mask_rows(past: AttentionCall, at: Indices) -> Tensor | None:
+def mask_rows(past: AttentionCall, at: Rows) -> Tensor | None:
     """Return row t of a recorded attention's mask, (R, H or 1, 1, n): causal if it was causal without a mask."""
     mask, n = past.mask, past.key.shape[-2]
     if mask is not None and not isinstance(mask, Tensor):

@@ -75,11 +75,6 @@ class Answer(Backward):
         """The step of v that is tried alone."""
         return step(self.x, BOUNDS[self.bytes].steps[FIRST])
 
-    @property
-    def first_move(self) -> Float[Tensor, "B d"]:
-        """The move of the state by it."""
-        return self.first_step * self.v
-
 
 @dataclass
 class Findings:
@@ -208,7 +203,8 @@ class Witness:
         self._of_copies = {}
         self._explain_values()
         if gradients:
-            fine = {l: a.first_move for l, a in self.answers.items() if BOUNDS[a.bytes].steps}
+            answers = self.answers.items()
+            fine = {l: a.first_step * a.v for l, a in answers if BOUNDS[a.bytes].steps}
             B = len(self.model.asked)
             if B > 1 and self._repeats:
                 # A row may pass before all others, or after them.

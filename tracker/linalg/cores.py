@@ -21,9 +21,17 @@ def map_on_cores(
     Args:
         done: called with each part, in their order, once it and those before it are finished.
     """
+
+    def collected(results: Iterable[Result]) -> list[Result]:
+        found = []
+        for result, part in zip(results, parts, strict=True):
+            found.append(result)
+            done(part)
+        return found
+
     cores = torch.get_num_threads()
     if len(parts) == 1 or cores == 1:
-        return _collect(map(function, parts), parts, done)
+        return collected(map(function, parts))
     at_once = min(len(parts), cores)
     try:
         with ThreadPoolExecutor(
@@ -32,19 +40,9 @@ def map_on_cores(
             initializer=torch.set_num_threads,
             initargs=(cores // at_once,),
         ) as pool:
-            return _collect(pool.map(function, parts), parts, done)
+            return collected(pool.map(function, parts))
     finally:
         torch.set_num_threads(cores)
-
-
-def _collect(
-    results: Iterable[Result], parts: Sequence[Part], done: Callable[[Part], None]
-) -> list[Result]:
-    collected = []
-    for result, part in zip(results, parts, strict=True):
-        collected.append(result)
-        done(part)
-    return collected
 
 
 def batch_on_cores(

@@ -151,19 +151,14 @@ def _gradients(y: Tensor, x: Tensor, cotangents: Float[Tensor, "C R d"]) -> Floa
     return torch.stack([gradient(u) for u in cotangents])
 
 
-def dense_jacobian(
-    pullback: Callable[[Tensor], Tensor],
-    y: Float[Tensor, "R d"],
-    chunk: int,
-    identity: bool = False,
-) -> Float[Tensor, "R d d"]:
+def dense_jacobian(of: Linearization, chunk: int, identity: bool = False) -> Float[Tensor, "R d d"]:
     """Return the Jacobian of every row, `chunk` cotangents at a time; with `identity`, less the identity."""
-    R, d = y.shape
-    J = y.new_empty(R, d, d)
-    cotangents = identity_matrix(d, y)
+    R, d = of.y.shape
+    J = of.y.new_empty(R, d, d)
+    cotangents = identity_matrix(d, of.y)
     for start in range(0, d, chunk):
         # (C, d): cotangent c picks output coordinate start + c of every row
         e = cotangents[start : start + chunk]
-        J[:, start : start + chunk] = pullback(e[:, None].expand(-1, R, -1)).transpose(0, 1)
-    J.diagonal(dim1=-2, dim2=-1).sub_(int(identity))
+        J[:, start : start + chunk] = of.pullback(e[:, None].expand(-1, R, -1)).transpose(0, 1)
+    torch.linalg.diagonal(J).sub_(int(identity))
     return J

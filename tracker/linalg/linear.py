@@ -5,8 +5,9 @@ calls BLAS. Measured on an AMD EPYC at d = 4096 (`benchmarks/`), MKL takes three
 times as long for a thousand. Both multiply in float32.
 
 A product of few rows is bound by reading the weights, so it is computed as (W x^T)^T: for 16 rows that takes three quarters
-of the time of x W^T. Backward it needs the rows of W^T, which are not contiguous. A contiguous copy takes as long as six
-products, the first copy, into fresh memory, as long as thirty; it halves the time of the products that follow.
+of the time of x W^T. With W^T it needs rows that are not contiguous. A contiguous copy takes as long as four to six
+products, and halves the time of those that follow. So iterations copy (`row_products`). Cotangents of a Jacobian pass in larger
+groups.
 
 Identity matrices are recognised after autograd has passed them on: e_c W is row c of W, without arithmetic. The cotangents of a
 dense Jacobian are the rows of an identity. The derivative of a residual sum passes them on unchanged to both terms, so they
@@ -16,8 +17,10 @@ address, so a copy of them is not.
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import count
 from typing import Any
-from weakref import WeakValueDictionary, finalize
+from weakref import WeakValueDictionary
 
 import torch
 from jaxtyping import Float
@@ -63,34 +66,6 @@ FEW = range(
 LARGE = 1 << 21  # a weight's scalars (8 MB) from which it does not fit a core's own cache
 # Products of few rows before a copy is made: the second one is a sign of an iteration
 COPY_AFTER = 2
-STRIPE = 16  # columns copied at once, one cache line: a third of the time of copying all at once
-
-FreeBuffers = list[Tensor]  # memory of copies no longer in use
-
-
-class _ContiguousRows:
-    """A weight's rows in contiguous memory, copied if the weight is a transposed view and used often enough."""
-
-    def __init__(self, buffers: FreeBuffers) -> None:
-        self.uses, self.buffers = 0, buffers
-        self.copy: Tensor | None = None
-
-    def of(self, weight: Float[Tensor, "o i"]) -> Float[Tensor, "o i"] | None:
-        """Return the weight if it is contiguous, else a copy; None until a copy is worth its time."""
-        if weight.is_contiguous():
-            return weight
-        self.uses += 1
-        if self.copy is None and self.uses >= COPY_AFTER:
-            sizes = [memory.numel() for memory in self.buffers]
-            if weight.numel() in sizes:
-                memory = self.buffers.pop(sizes.index(weight.numel()))
-            else:
-                memory = weight.new_empty(weight.numel())
-            finalize(self, self.buffers.append, memory).atexit = False
-            self.copy = memory.view(weight.shape)
-            for mine, its in zip(self.copy.split(STRIPE, 1), weight.split(STRIPE, 1), strict=True):
-                mine.copy_(its)
-        return self.copy
 
 
 def signed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -100,49 +75,36 @@ def signed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class FrozenProduct(torch.autograd.Function):
-    """x W^T + b; differentiable in x any number of times, its derivative being the product with W^T.
-
-    `own` and `other` are the rows of W and of W^T.
-    """
+    """x W^T + b; differentiable in x any number of times, its derivative being the product with W^T."""
 
     @staticmethod
     @signed
     def forward(
-        x: Float[Tensor, "*B i"],
-        weight: Float[Tensor, "o i"],
-        bias: Tensor | None,
-        own: _ContiguousRows,
-        other: _ContiguousRows,
+        x: Float[Tensor, "*B i"], weight: Float[Tensor, "o i"], bias: Tensor | None
     ) -> Tensor:
         """Compute the product by the fastest method for its shape."""
-        product = multiply(x, weight, own)
+        product = multiply(x, weight)
         return product if bias is None else product.add_(bias)
 
     @staticmethod
     def setup_context(
-        ctx: Any,
-        inputs: tuple[Tensor, Tensor, Tensor | None, _ContiguousRows, _ContiguousRows],
-        output: Tensor,
+        ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor
     ) -> None:
         """Save the weight for the backward pass."""
-        _, ctx.weight, _, ctx.own, ctx.other = inputs
+        _, ctx.weight, _ = inputs
         ctx.set_materialize_grads(False)  # a derivative of zeros would be allocated for the weight
 
     @staticmethod
-    def backward(
-        ctx: Any, *gradients: Tensor | None
-    ) -> tuple[Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None]:
         """Compute the product with W^T, itself differentiable."""
         (g,) = gradients
-        product = (
-            None if g is None else FrozenProduct.apply(g, ctx.weight.mT, None, ctx.other, ctx.own)
-        )
-        return product, None, None, None, None
+        product = None if g is None else FrozenProduct.apply(g, ctx.weight.mT, None)
+        return product, None, None
 
     @staticmethod
     def jvp(ctx: Any, x: Tensor | None, *_: Any) -> Tensor | None:
         """Compute the same product of the tangent."""
-        return None if x is None else FrozenProduct.apply(x, ctx.weight, None, ctx.own, ctx.other)
+        return None if x is None else FrozenProduct.apply(x, ctx.weight, None)
 
     @staticmethod
     def vmap(
@@ -151,8 +113,6 @@ class FrozenProduct(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        own: _ContiguousRows,
-        other: _ContiguousRows,
     ) -> tuple[Tensor, int]:
         """Fold a batch of inputs into the rows."""
         batched_x, batched_weight, batched_bias = (dim is not None for dim in in_dims[:3])
@@ -163,7 +123,7 @@ class FrozenProduct(torch.autograd.Function):
         if batched_weight:  # such as experts run in parallel: one product for each, by BLAS
             product = torch.einsum(f"{'b' * batched_x}...i,boi->b...o", x, weight)
         else:
-            product = FrozenProduct.apply(x, weight, None, own, other)
+            product = FrozenProduct.apply(x, weight, None)
             product = product if batched_x else product[None]
         if bias is not None and batched_bias:
             bias = bias.view(len(bias), *[1] * (product.dim() - 2), -1)
@@ -171,19 +131,26 @@ class FrozenProduct(torch.autograd.Function):
 
 
 def multiply(
-    x: Float[Tensor, "*B i"], weight: Float[Tensor, "o i"], rows: _ContiguousRows
+    x: Float[Tensor, "*B i"],
+    weight: Float[Tensor, "o i"],
+    copied: Callable[[], Tensor | None] = lambda: None,
 ) -> Tensor:
-    """Compute x W^T into memory of its own."""
+    """Compute x W^T into memory of its own.
+
+    Args:
+        copied: returns the rows of the weight in contiguous memory, if they were copied; asked if it is not contiguous itself.
+    """
     if (picked := rows_of_identity(x)) is not None:
         columns = weight.mT[picked].view(len(x), *[1] * (x.dim() - 2), -1).expand(*x.shape[:-1], -1)
         # A copy: a backward pass that writes into its gradient must not write into the weight.
         return columns.clone(memory_format=torch.contiguous_format)
     if not uses_onednn(x):
         return torch.nn.functional.linear(x, weight)
-    few = weight.numel() >= LARGE and x.numel() // x.shape[-1] in FEW
-    if few and (contiguous := rows.of(weight)) is not None:
-        product = onednn_linear(contiguous, x.reshape(-1, x.shape[-1])).mT
-        return product.contiguous().view(*x.shape[:-1], len(contiguous))
+    if weight.numel() >= LARGE and x.numel() // x.shape[-1] in FEW:
+        rows = weight if weight.is_contiguous() else copied()
+        if rows is not None:
+            product = onednn_linear(rows, x.reshape(-1, x.shape[-1])).mT
+            return product.contiguous().view(*x.shape[:-1], len(rows))
     return onednn_linear(x, weight)
 
 
@@ -209,8 +176,12 @@ def row_products(
     M: Float[Tensor, "o i"],
 ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
     """Return x -> x M^T and y -> y M for rows x (m, i) and y (m, o), for repeated use; not differentiable."""
-    own, other = _ContiguousRows([]), _ContiguousRows([])
-    return lambda x: multiply(x, M, own), lambda y: multiply(y, M.mT, other)
+    uses, copy = count(1), cache(M.mT.contiguous)
+
+    def copied() -> Tensor | None:
+        return copy() if next(uses) >= COPY_AFTER else None
+
+    return lambda x: multiply(x, M), lambda y: multiply(y, M.mT, copied)
 
 
 def inner_products(X: Float[Tensor, "B m d"], Y: Float[Tensor, "B k d"]) -> Float[Tensor, "B m k"]:
@@ -228,15 +199,7 @@ def stacked(parts: Sequence[Tensor]) -> Tensor:
 
 
 class FrozenLinear(TorchFunctionMode):
-    """While active, linear layers (and GPT-2's Conv1D) use `FrozenProduct` where possible.
-
-    Args:
-        buffers: memory that copies of weights reuse and return to: fresh memory can cost more than the copying.
-    """
-
-    def __init__(self, buffers: FreeBuffers | None = None) -> None:
-        super().__init__()
-        self.buffers: FreeBuffers = [] if buffers is None else buffers
+    """While active, linear layers (and GPT-2's Conv1D) use `FrozenProduct` where possible."""
 
     def __torch_function__(
         self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
@@ -246,10 +209,9 @@ class FrozenLinear(TorchFunctionMode):
         if layer is None:
             return function(*arguments, **keywords)
         x, weight, bias = layer
-        own, other = _ContiguousRows(self.buffers), _ContiguousRows(self.buffers)
         if bias is None or not bias.requires_grad:
-            return FrozenProduct.apply(x, weight, bias, own, other)
-        return FrozenProduct.apply(x, weight, None, own, other) + bias
+            return FrozenProduct.apply(x, weight, bias)
+        return FrozenProduct.apply(x, weight, None) + bias
 
 
 def _linear_layer(

@@ -90,7 +90,7 @@ class Orthonormaliser:
         first, L = L, lengths * L
         overlap = Q @ basis.mT
         Q, factor = self._cholesky_rows(minus_product(Q, overlap, basis))
-        self._pivots.append((_diagonal(first), _diagonal(factor)))
+        self._pivots.append((torch.linalg.diagonal(first), torch.linalg.diagonal(factor)))
         return Q, L @ factor, L @ overlap
 
     def _cholesky_rows(self, W: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,10 +102,6 @@ class Orthonormaliser:
 def minus_product(W: Tensor, A: Tensor, B: Tensor) -> Tensor:
     """Compute W - A B, on an accelerator by one launch."""
     return W - A @ B if W.device.type == "cpu" else torch.baddbmm(W, A, B, alpha=-1)
-
-
-def _diagonal(L: Tensor) -> Tensor:
-    return L.diagonal(dim1=-2, dim2=-1)
 
 
 def _longest(W: Tensor) -> Tensor:
@@ -122,7 +118,7 @@ def _orthonormal_rows(W: Tensor, seed: int) -> tuple[Tensor, Tensor, float]:
     matrix, an exhausted space), use the SVD and replace directions that are only rounding by random ones.
     """
     L, info = torch.linalg.cholesky_ex(W @ W.mT)
-    shortest = float(torch.where(info == 0, _diagonal(L).amin(-1), 0).min())
+    shortest = float(torch.where(info == 0, torch.linalg.diagonal(L).amin(-1), 0).min())
     if shortest > SEPARATED:
         return torch.linalg.solve_triangular(L, W, upper=False), L, shortest
     A, s, Q = torch.linalg.svd(W, full_matrices=False)

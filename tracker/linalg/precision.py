@@ -5,7 +5,7 @@ read some of the older ones when the newer ones disagree. So switches that have 
 others are restored through the set that they belong to.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 OLDER = {"ieee": "highest", "tf32": "high"}
 
@@ -93,7 +94,7 @@ class Roundings(TorchFunctionMode):
         # Other modes would be called for each attribute that is read here
         with torch._C.DisableTorchFunction():
             # An operation that returns None writes to its first argument, which rounds as well.
-            results = arguments[:1] if result is None else (result,)
+            results = arguments[:1] if result is None else result
             least = min(_sizes(results), default=torch.float64.itemsize)
             widest = max(_sizes((*arguments, keywords)), default=0)
             if least < min(torch.float64.itemsize, widest):
@@ -101,16 +102,10 @@ class Roundings(TorchFunctionMode):
         return result
 
 
-def _sizes(values: Iterable[Any]) -> list[int]:
-    """Return the bytes per number of each floating tensor among values and what tuples, lists and dictionaries hold."""
-    sizes = []
-    for value in values:
-        if isinstance(value, Tensor):
-            if value.is_floating_point():
-                sizes.append(value.dtype.itemsize)
-        elif isinstance(value, (tuple, list, dict)):
-            sizes += _sizes(value.values() if isinstance(value, dict) else value)
-    return sizes
+def _sizes(nested: Any) -> list[int]:
+    """Return the bytes per number of each floating tensor in nested tuples, lists and dictionaries."""
+    tensors = (leaf for leaf in tree_leaves(nested) if isinstance(leaf, Tensor))
+    return [tensor.itemsize for tensor in tensors if tensor.is_floating_point()]
 
 
 def tolerance(dtype: torch.dtype, rounded: bool) -> float:

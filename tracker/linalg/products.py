@@ -53,7 +53,7 @@ class Chain:
         self._product, R = torch.linalg.qr(self._product)
         with float32_products("ieee"):
             self._triangle = R if self._triangle is None else R @ self._triangle
-        growth = R.diagonal(dim1=-2, dim2=-1).abs()
+        growth = torch.linalg.diagonal(R).abs()
         spread = float((growth.amax(-1) / growth.amin(-1)).amax())
         # NaN: a zero matrix
         of_each = log(spread) / self._since if spread < float("inf") else float("inf")

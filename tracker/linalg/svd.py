@@ -21,10 +21,10 @@ the operations.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -74,7 +74,8 @@ def below_one(G: Tensor) -> Bool[Tensor, " B"]:
     By Cholesky of 1 - G in panels: LAPACK's on the whole matrix is slower and allocates two more matrices.
     """
     d = G.shape[-1]
-    G.neg_().diagonal(dim1=-2, dim2=-1).add_(1)
+    G.neg_()
+    torch.linalg.diagonal(G).add_(1)
     definite = torch.ones(len(G), dtype=torch.bool, device=G.device)
     for start in range(0, d, PANEL):
         stop = min(start + PANEL, d)
@@ -141,10 +142,15 @@ class Triplets:
 Fields = TypeVar("Fields")  # a dataclass of tensors
 
 
-def joined(of: type[Fields], parts: Sequence[Fields]) -> Fields:
+def each(function: Callable[..., Tensor], *parts: Fields) -> Fields:
+    """Return a dataclass of what a function returns of the tensors that dataclasses have in each field."""
+    by_field = zip(*(vars(part).values() for part in parts), strict=True)
+    return type(parts[0])(*(function(*tensors) for tensors in by_field))
+
+
+def joined(parts: Sequence[Fields]) -> Fields:
     """Return dataclasses of tensors as one, with the matrices of each after those of the one before."""
-    names = [field.name for field in fields(cast(Any, of))]
-    return of(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+    return each(lambda *tensors: torch.cat(tensors), *parts)
 
 
 def above_rounding(S: Float[Tensor, "*B K"], d: int) -> Bool[Tensor, "*B K"]:
@@ -185,9 +191,7 @@ def triplets_of_each(
     )
     together = _in_turn(Js[0].split(at_once) if len(Js) == 1 else stacks, K, method, advance)
     sizes = [len(J) for J in Js]
-    by_batch = zip(
-        *(getattr(together, field.name).split(sizes) for field in fields(Triplets)), strict=True
-    )
+    by_batch = zip(*(t.split(sizes) for t in vars(together).values()), strict=True)
     return [Triplets(*parts) for parts in by_batch]
 
 
@@ -213,7 +217,7 @@ def _in_turn(
         with float32_products("ieee"):
             parts.append(certified(J, K, direct, iterated) if direct or iterated else in_full(J, K))
         advance(len(J))
-    return _with_signs(parts[0] if len(parts) == 1 else joined(Triplets, parts))
+    return _with_signs(parts[0] if len(parts) == 1 else joined(parts))
 
 
 def _with_signs(t: Triplets) -> Triplets:
@@ -255,17 +259,13 @@ def certified(J: Tensor, K: int, direct: bool, iterated: bool) -> Triplets:
         else:
             at = chosen.nonzero()[:, 0].to(J.device)
             better = method(J[at], K)
-            triplets = _empty_triplets(better, len(J)) if triplets is None else triplets
-            for field in fields(Triplets):
-                getattr(triplets, field.name)[at] = getattr(better, field.name)
+            if triplets is None:
+                triplets = each(lambda t: t.new_empty(len(J), *t.shape[1:]), better)
+            for whole, part in zip(vars(triplets).values(), vars(better).values(), strict=True):
+                whole[at] = part
         missing[chosen] = ~better.complete.cpu()
     assert triplets is not None
     return replace(triplets, S=triplets.S * unit[..., 0])
-
-
-def _empty_triplets(like: Triplets, B: int) -> Triplets:
-    parts = (getattr(like, field.name) for field in fields(Triplets))
-    return Triplets(*(part.new_empty(B, *part.shape[1:]) for part in parts))
 
 
 def by_eigenvectors(J: Tensor, K: int) -> Triplets:

@@ -69,7 +69,7 @@ def read(values: Sequence[Tensor]) -> list:
 def moved(tensors: Sequence[Tensor], device: torch.device | str) -> list[Tensor]:
     """Return tensors of one device on another, in their common dtype, by a single copy; unchanged if they are there."""
     device = torch.device(device)
-    if tensors[0].device.type == device.type:
+    if all(t.device.type == device.type for t in tensors):
         return list(tensors)
     together = torch.cat([t.reshape(-1) for t in tensors]).to(device)
     sizes = [t.numel() for t in tensors]
@@ -77,15 +77,8 @@ def moved(tensors: Sequence[Tensor], device: torch.device | str) -> list[Tensor]
 
 
 def to_arrays(values: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
-    """Return tensors as arrays; those of a device are copied together."""
-    if all(value.device.type == "cpu" for value in values.values()):
-        return {name: value.numpy() for name, value in values.items()}
-    # Wide types first: a view as a type must begin at a multiple of its size.
-    names = sorted(values, key=lambda name: -values[name].itemsize)
-    packed = torch.cat([values[name].reshape(-1).view(torch.uint8) for name in names]).cpu()
-    parts = packed.split([values[name].nbytes for name in names])
-    arrays = {
-        name: part.view(values[name].dtype).view(values[name].shape).numpy()
-        for name, part in zip(names, parts, strict=True)
+    """Return floating and Boolean tensors as arrays; those of a device are copied together."""
+    parts = moved([*values.values()], "cpu")
+    return {
+        name: part.to(values[name].dtype).numpy() for name, part in zip(values, parts, strict=True)
     }
-    return {name: arrays[name] for name in values}

@@ -7,6 +7,7 @@ imported, so that the package that it does not use is not imported.
 import sys
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tracker.common.errors import UsageError
@@ -41,7 +42,7 @@ class TensorBoard(Logger):
     """
 
     writer: Any
-    prefix: str = ""
+    prefix: str
 
     def images(self, row: Row) -> None:
         """Write the heat maps of a step."""
@@ -54,30 +55,16 @@ class TensorBoard(Logger):
             self.writer.add_scalar(name, value, row.step)
 
 
-class LightningAdapter(Logger):
-    """A Lightning logger that takes numbers and no pictures: any but those of W&B and TensorBoard.
-
-    Args:
-        logger: of either package of Lightning, or of Fabric.
-        prefix: put before the name of each metric, such as "val/".
-    """
-
-    def __init__(self, logger: Any, prefix: str = ""):
-        self.logger, self.prefix = logger, prefix
-        self.to_csv = is_lightning(logger, "loggers.CSVLogger")
-
-    def log(self, row: Row) -> None:
-        """Log the scalars of a step."""
-        logger = self.logger
-        if self.to_csv:
-            # It numbers rows by those that it holds, where the program leaves their step out.
-            writer = copy(logger.experiment)
-            writer.metrics = []
-            logger = copy(logger)
-            logger._experiment = writer
-        logger.log_metrics(row.numbers(self.prefix), step=row.step)
-        if self.to_csv:
-            logger.save()
+def log_metrics(logger: Any, metrics: dict[str, float], step: int) -> None:
+    """Log the scalars of a step to a logger of either package of Lightning, or of Fabric, that takes numbers and no pictures."""
+    to_csv = is_lightning(logger, "loggers.CSVLogger")
+    if to_csv:
+        # It numbers rows by those that it holds, where the program leaves their step out.
+        writer, logger = copy(logger.experiment), copy(logger)
+        writer.metrics, logger._experiment = [], writer
+    logger.log_metrics(metrics, step=step)
+    if to_csv:
+        logger.save()
 
 
 def logger_of(target: Any, prefix: str = "") -> Logger:
@@ -95,7 +82,7 @@ def logger_of(target: Any, prefix: str = "") -> Logger:
     if hasattr(type(target), "define_metric"):
         return OpenRun(target, prefix)
     if hasattr(target, "log_metrics"):
-        return LightningAdapter(target, prefix)
+        return FunctionLogger(partial(log_metrics, target), prefix)
     if hasattr(target, "add_scalar"):
         return TensorBoard(target, prefix)
     if callable(target):

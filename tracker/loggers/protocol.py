@@ -54,30 +54,18 @@ class Row:
         if "miscoupling" in curve:
             of_pairs = mean(in_float64(curve, "miscoupling"), SAMPLES)
             means = labelled(of_pairs, curve).rename("miscoupling")
-        return [
-            cls._of_step(
-                coordinates.isel(step=i), values, None if means is None else means.isel(step=i)
-            )
-            for i, values in enumerate(scalars_by_step(curve))
-        ]
-
-    @classmethod
-    def _of_step(
-        cls, unit: xr.Dataset, values: Mapping[str, float], means: xr.DataArray | None
-    ) -> "Row":
-        checkpoint = {}
-        if "suspect" in unit.coords:
-            checkpoint["training/suspect"] = int(unit["suspect"].item() != "")
-        if "tokens_seen" in unit.coords and np.isfinite(unit["tokens_seen"]):
-            checkpoint["training/tokens"] = int(unit["tokens_seen"])
-        shown = (*headlines(unit), *(name for name in values if name.startswith("score/")))
-        return cls(
-            int(unit["step"]),
-            values,
-            checkpoint,
-            means,
-            tuple(name for name in shown if name in values),
-        )
+        rows = []
+        for i, values in enumerate(scalars_by_step(curve)):
+            unit, checkpoint = coordinates.isel(step=i), {}
+            if "suspect" in unit.coords:
+                checkpoint["training/suspect"] = int(unit["suspect"].item() != "")
+            if "tokens_seen" in unit.coords and np.isfinite(unit["tokens_seen"]):
+                checkpoint["training/tokens"] = int(unit["tokens_seen"])
+            miscoupling = None if means is None else means.isel(step=i)
+            shown = (*headlines(unit), *(name for name in values if name.startswith("score/")))
+            headline = tuple(name for name in shown if name in values)
+            rows.append(cls(int(unit["step"]), values, checkpoint, miscoupling, headline))
+        return rows
 
     def numbers(self, prefix: str = "") -> dict[str, float]:
         """Return all that is logged as numbers, each name after a prefix."""
@@ -162,7 +150,7 @@ class FunctionLogger(Logger):
     """
 
     function: LogTo
-    prefix: str = ""
+    prefix: str
 
     def log(self, row: Row) -> None:
         """Pass the scalars on."""

@@ -8,7 +8,7 @@ logged: neither prompts nor the store.
 import json
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -119,20 +119,21 @@ def finish(run: "wandb.Run", failed: bool = False) -> str:
     return ""
 
 
-def define_metrics(
-    run: "wandb.Run", names: Iterable[str], shown: Collection[str], prefix: str = ""
-) -> None:
-    """Define the axis of metrics, and which of them the automatic workspace shows.
+def define_metrics(run: "wandb.Run", row: Row, defined: set[str], prefix: str = "") -> None:
+    """Define the axis of the scalars of a row, and which of them the automatic workspace shows.
 
     Each metric is defined by its full name: W&B does not document which of several matching patterns applies.
+
+    Args:
+        defined: the metrics that have an axis; those of the row are added.
     """
     run.define_metric(AXIS, hidden=True)
-    for name in names:
+    for name in sorted(row.scalars.keys() - defined):
+        shown = name in row.headline
         # W&B keeps a summary of each metric, unless it is told not to.
-        summary = "min,last" if name == MEAN_OFFDIAG else None if name in shown else "none"
-        run.define_metric(
-            prefix + name, step_metric=AXIS, hidden=name not in shown, summary=summary
-        )
+        summary = "min,last" if name == MEAN_OFFDIAG else None if shown else "none"
+        run.define_metric(prefix + name, step_metric=AXIS, hidden=not shown, summary=summary)
+    defined |= row.scalars.keys()
 
 
 # The steps of the training by run and by W&B's step, for all objects that add to the run
@@ -156,7 +157,7 @@ class OpenRun(Logger):
         prefix: put before the name of each metric, such as "val/".
     """
 
-    def __init__(self, run: "wandb.Run", prefix: str = ""):
+    def __init__(self, run: "wandb.Run", prefix: str):
         self.run, self.prefix = run, prefix
         self.defined: set[str] = set()  # metrics with an axis
         self.steps = measured_steps.setdefault(run, {})
@@ -171,10 +172,7 @@ class OpenRun(Logger):
 
     def log(self, row: Row) -> None:
         """Add the scalars of a step, over the axis of walks, so that both are drawn in one panel."""
-        define_metrics(
-            self.run, sorted(row.scalars.keys() - self.defined), row.headline, self.prefix
-        )
-        self.defined |= row.scalars.keys()
+        define_metrics(self.run, row, self.defined, self.prefix)
         self._add(row.step, {AXIS: row.step, **row.numbers(self.prefix)})
 
     def _add(self, step: int, values: Mapping[str, Any]) -> None:
@@ -228,8 +226,7 @@ class WandbRun:
         self.headlines[row.step] = {name: row.scalars[name] for name in row.headline}
         if row.step in self.logged:
             return
-        define_metrics(self.run, sorted(row.scalars.keys() - self.defined), row.headline)
-        self.defined |= row.scalars.keys()
+        define_metrics(self.run, row, self.defined)
         self.run.log({AXIS: row.step, **row.numbers()})
         self.logged.append(row.step)
 

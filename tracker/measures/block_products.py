@@ -106,7 +106,7 @@ class Products:
 def _with_identity(J: Float[Tensor, "R d d"]) -> Float[Tensor, "R d d"]:
     # Other measures read J afterwards.
     M = J.clone()
-    M.diagonal(dim1=-2, dim2=-1).add_(1)
+    torch.linalg.diagonal(M).add_(1)
     return M
 
 

@@ -37,8 +37,8 @@ The first is exact; in the second E|A_kk| is that of a normal variable. They nee
 `Moments` of its Jacobian and the `Overlap` of its singular vectors. Derivation: docs/measurements.md.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from math import pi, sqrt
 from typing import Any
 
@@ -49,7 +49,7 @@ from torch.linalg import vector_norm
 
 from tracker.linalg.precision import frobenius, power_of_two
 from tracker.linalg.svd import above_rounding
-from tracker.measures.declaration import NORMED, OURS, WITH_NORM, Measure
+from tracker.measures.declaration import NORMED, WITH_NORM, Measure
 
 CouplingMatrices = Float[Tensor, "*#pairs K K"]
 SingularValues = Float[Tensor, "*#pairs K"]  # of the Jacobian, broadcast over bases
@@ -73,7 +73,7 @@ def release_trace(A: CouplingMatrices, s: SingularValues) -> Values:
 
 def offdiag(A: CouplingMatrices, s: SingularValues) -> Values:
     """Return the norm of the off-diagonal entries."""
-    return frobenius(A - torch.diag_embed(A.diagonal(dim1=-2, dim2=-1)))
+    return frobenius(A - torch.diag_embed(torch.linalg.diagonal(A)))
 
 
 def offdiag_normalized(A: CouplingMatrices, s: SingularValues) -> Values:
@@ -191,25 +191,16 @@ def miscouplings(
 
 
 def depth_means(
-    m: Float[Tensor, "*batch L L"], distance: Int[Tensor, "L L"] | None = None
-) -> dict[str, Float[Tensor, "*batch"]]:
+    m: Float[Tensor, "*batch L L"], distance: Int[Tensor, "L L"]
+) -> Float[Tensor, "*batch 3"]:
     """Return the means over all, off-diagonal and adjacent layer pairs. They leave out NaN entries (undefined pairs).
 
     Args:
-        distance: |l - l'| of the pairs that count in the last two, 0 of others; None: all count.
+        distance: |l - l'| of the pairs that count in the last two, 0 of others.
     """
-    if distance is None:
-        l = torch.arange(m.shape[-1], device=m.device)
-        distance = (l[:, None] - l).abs()
-    return {
-        "mean": _mean_where(m, distance >= 0),
-        "mean_offdiag": _mean_where(m, distance > 0),
-        "mean_adjacent": _mean_where(m, distance == 1),
-    }
-
-
-def _mean_where(m: Tensor, chosen: Tensor) -> Tensor:
-    return torch.where(chosen, m, torch.nan).nanmean((-2, -1))
+    counted = distance >= 0, distance > 0, distance == 1
+    means = [torch.where(pairs, m, torch.nan).nanmean((-2, -1)) for pairs in counted]
+    return torch.stack(means, -1)
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
@@ -296,7 +287,6 @@ def declared_level(of: Measure) -> Measure:
         option=of.option,
         variant=of.variant,
         formula=f"mean over random rotations Q of block l′, U′ → Q U′, V′ → Q V′, of {of.formula}",
-        reference=OURS,
     )
 
 
@@ -359,14 +349,14 @@ def moments(J: Jacobian, scale: Float[Tensor, "*batch"]) -> Moments:
     """
     scale = torch.where(scale > 0, scale, 1.0)
     unit, d = scale[..., None, None], J.shape[-1]
-    isotropic = J.diagonal(dim1=-2, dim2=-1).mean(-1) / scale
+    isotropic = torch.linalg.diagonal(J).mean(-1) / scale
     height = max(LEAST_ROWS, TILE[J.is_cpu] * d // max(1, J.numel()))
     of_rows = []
     for i in range(0, d, height):
         # Rows from the diagonal on, and the columns that mirror them: each pair of entries is read once.
         across, down = J[..., i : i + height, i:], J[..., i:, i : i + height].mT
         parts = torch.stack([across + down, across - down]).div_(unit)
-        parts[0].diagonal(dim1=-2, dim2=-1).sub_(2 * isotropic[..., None])
+        torch.linalg.diagonal(parts[0]).sub_(2 * isotropic[..., None])
         if i + height < d:
             # Beyond the square on the diagonal, each entry stands for itself and its mirror image.
             parts[..., height:] *= sqrt(2)
@@ -375,38 +365,26 @@ def moments(J: Jacobian, scale: Float[Tensor, "*batch"]) -> Moments:
     return Moments(isotropic * scale, symmetric, antisymmetric)
 
 
-def moments_of_layers(layers: Sequence[Moments]) -> Moments:
-    """Return the moments of several layers' Jacobians, (R,) each, as (R, L)."""
-    parts = ([getattr(of, part.name) for of in layers] for part in fields(Moments))
-    return Moments(*(torch.stack(values, 1) for values in parts))
-
-
 def overlap(G: Float[Tensor, "*batch K K"]) -> Overlap:
     """Return the overlap of singular vectors, of which G has the products u_i . v_j."""
-    diagonal = G.diagonal(dim1=-2, dim2=-1)
+    diagonal = torch.linalg.diagonal(G)
     return Overlap(diagonal, ((G - torch.diag_embed(diagonal)) ** 2).sum((-2, -1)))
 
 
-def root_mean_square(s: ValuesOfLayers, entries: "Entries") -> Pairs:
-    """Return the root of the expected square of `miscoupling` for every pair of Jacobian and basis; NaN for a Jacobian of zeros.
+def root_mean_squares(s: ValuesOfLayers, entries: "Entries") -> list[Pairs]:
+    """Return the roots of the expected squares of `miscoupling` and `miscoupling_release` for every pair of Jacobian and basis.
+
+    NaN for a Jacobian of zeros.
 
     Args:
         s: top K singular values of the Jacobians.
         entries: of A, by the moments of the Jacobians and the overlap of the vectors of the bases.
     """
-    return _root_mean_square(s, entries, entries.tau * _products(s, entries.g))
-
-
-def root_mean_square_of_release(s: ValuesOfLayers, entries: "Entries") -> Pairs:
-    """Return the same of `miscoupling_release`."""
-    return _root_mean_square(s, entries, (entries.diagonal_size() @ s[..., None])[..., 0])
-
-
-def _root_mean_square(s: ValuesOfLayers, entries: "Entries", along: Pairs) -> Pairs:
-    """Return a root from sum_k s_k E A_kk, or sum_k s_k E|A_kk|."""
     # Of a Jacobian of zeros nothing is defined.
     norm = vector_norm(torch.where(s[..., :1] > 0, s, torch.nan), dim=-1)[..., None]
-    return (1 + (entries.square - 2 * along) / norm**2).clamp_min(0).sqrt()
+    # sum_k s_k E A_kk and sum_k s_k E|A_kk|
+    along = entries.tau * (s @ entries.g.mT), (entries.diagonal_size() @ s[..., None])[..., 0]
+    return [(1 + (entries.square - 2 * one) / norm**2).clamp_min(0).sqrt() for one in along]
 
 
 def simulated(
@@ -472,11 +450,6 @@ class Entries:
         return size.add_(deviation.mul_(ratio.square_().neg_().exp_()), alpha=sqrt(2 / pi))
 
 
-def _products(s: ValuesOfLayers, g: Float[Tensor, "*batch M K"]) -> Pairs:
-    """Return sum_k s_k g_k of every pair."""
-    return s @ g.mT
-
-
 def declared_parts(
     start: str, end: str, dims: tuple[str, ...], text: str, shared: dict[str, Any]
 ) -> tuple[Measure, ...]:
@@ -485,7 +458,6 @@ def declared_parts(
         "isotropic": ("isotropic part of the Jacobian", "τ = tr J / d", dims),
         "alignment": ("alignment of output and input directions", "uₖ · vₖ, J = U S Vᵀ", (*dims, "rank")),
     }  # fmt: skip
-    shared = {"reference": OURS} | shared
     return tuple(
         Measure(f"{start}{name}{end}", of, f"{label}{text}", formula=formula, **shared)
         for name, (label, formula, of) in declared.items()

@@ -308,7 +308,5 @@ def _pad(value: np.ndarray, dims: Sequence[str], sizes: Mapping[str, int]) -> np
     ]
     if not any(after for _, after in missing):
         return value
-    if value.dtype == object:
-        return np.pad(value, missing, constant_values="")
     # Booleans and integers have no NaN.
     return np.pad(value.astype(np.result_type(value, np.float32)), missing, constant_values=np.nan)

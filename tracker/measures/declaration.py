@@ -11,6 +11,7 @@ Axis = Literal["linear", "logarithmic", "from zero"]
 Chart = Literal["training", "depth", "blocks", "table"]
 # Begins the names of variables that say how far the results can be trusted
 DIAGNOSTICS = "diagnostics_"
+OURS = "this package"
 NORMED = "_normed"  # ends the names of variables that include the final norm
 WITH_NORM, WITHOUT_NORM = "with the final norm", "without the final norm"
 # Dimensions.
@@ -57,7 +58,7 @@ class Measure:
     unit: str = "1"
     option: str = ""
     formula: str = ""
-    reference: str = ""
+    reference: str = OURS
     compute: Callable[..., Tensor] | None = None
     windowed: bool = False
     variant: str = ""
@@ -102,9 +103,6 @@ def point_label(dim: str, label: object) -> str:
     if dim == "noise":
         return f"{100 * float(str(label)):g}pct"
     return f"k{label}" if dim == "k" else str(label)
-
-
-OURS = "this package"
 
 
 @dataclass(frozen=True)

@@ -24,14 +24,14 @@ from torch import Tensor
 from tracker.jacobians.restriction import CallRows
 from tracker.jacobians.rows import Jacobians
 from tracker.jacobians.slicing import Rows
-from tracker.linalg.svd import Triplets
+from tracker.linalg.svd import Triplets, each
 from tracker.linalg.transfer import to_arrays
 from tracker.measures import coupling, single_blocks
 from tracker.measures.block_products import Products
-from tracker.measures.coupling import LEVEL, MISCOUPLINGS, moments_of_layers
+from tracker.measures.coupling import LEVEL, MISCOUPLINGS
 from tracker.measures.declaration import DIAGNOSTICS, NORMED
 from tracker.measures.layers import Layer, kept_arrays, layers_of
-from tracker.measures.plan import Plan, measured_calls
+from tracker.measures.plan import Plan
 from tracker.measures.post_norm import SHARES, most_are_singular, singular_shares
 from tracker.measures.rotations import frames, mean_levels, turned
 from tracker.measures.settings import OF_PAIRS
@@ -43,6 +43,12 @@ SPECTRA = {  # variable -> part of the triplets
     f"{DIAGNOSTICS}full_svd": "full",
     f"{DIAGNOSTICS}residual": "residual",
     f"{DIAGNOSTICS}complete": "complete",
+}
+CHECKS = {  # variable -> type
+    "sliced": bool,
+    "value_error": np.float32,
+    "derivative_error": np.float32,
+    "independent_error": np.float32,
 }
 AT_ONCE = 1 << 20  # entries of coupling matrices that are reduced to mis-couplings at once
 
@@ -63,7 +69,7 @@ def _couplings(
 ) -> dict[str, np.ndarray]:
     """Return the coupling measures of rows that are measured together, by row."""
     L, measures = plan.L, plan.measures
-    calls = [[(call, rows) for call in measured_calls(recording)] for recording, rows in group]
+    calls = [[(call, rows) for call in recording.measured] for recording, rows in group]
     blocks = [list(selections) for selections in zip(*calls, strict=True)]
     layers = layers_of(jacobians, blocks, plan)
     values = pairs(layers, plan.ks, measures, L=L)
@@ -102,12 +108,13 @@ def _stacked(triplets: Sequence[Triplets], part: str) -> Tensor:
 
 def _checks(layers: Sequence[Layer]) -> dict[str, np.ndarray]:
     """Return the checks of the Jacobians of every row, by layer."""
-    R = len(layers[0].checks)
-    values = {"sliced": np.array([[layer.checks[r].sliced for layer in layers] for r in range(R)])}
-    for name in ("value_error", "derivative_error", "independent_error"):
-        errors = [[getattr(layer.checks[r], name) for layer in layers] for r in range(R)]
-        values[name] = np.array(errors, np.float32)
-    return {f"{DIAGNOSTICS}{name}": value for name, value in values.items()}
+    by_row = list(zip(*(layer.checks for layer in layers), strict=True))
+    return {
+        f"{DIAGNOSTICS}{name}": np.array(
+            [[getattr(check, name) for check in of_row] for of_row in by_row], dtype
+        )
+        for name, dtype in CHECKS.items()
+    }
 
 
 def pairs(
@@ -181,7 +188,8 @@ def _measures(
             {name: torch.stack([values[name] for values in by_k], 1) for name in MISCOUPLINGS}
         )
     values = {name: torch.cat([part[name] for part in parts]) for name in MISCOUPLINGS}
-    of_layers = moments_of_layers([layer.moments for layer in layers])
+    moments = [layer.moments for layer in layers]  # (R,) each
+    of_layers = each(lambda *of_all: torch.stack(of_all, 1), *moments)
     for name, level in mean_levels(in_frames, S, of_layers, U, V, ks).items():
         values[f"{name}{LEVEL}"] = torch.where(values[name].isnan(), torch.nan, level)
     return values

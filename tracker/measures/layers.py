@@ -21,7 +21,7 @@ from tracker.jacobians.restriction import CallRows
 from tracker.jacobians.rows import CheckResults, Jacobians
 from tracker.linalg.svd import Triplets, triplets_of_each
 from tracker.measures.coupling import Moments, declared_parts, moments
-from tracker.measures.declaration import DIAGNOSTICS, LAYER, NORMED, OURS, WITH_NORM, Measure
+from tracker.measures.declaration import DIAGNOSTICS, LAYER, NORMED, WITH_NORM, Measure
 from tracker.measures.plan import Plan
 from tracker.measures.settings import Settings
 
@@ -218,7 +218,6 @@ def _declared() -> tuple[Measure, ...]:
                 (*LAYER, "rank"),
                 f"{gap}{text}",
                 formula="(sₖ − sₖ₊₁) / s₁",
-                reference=OURS,
                 **shared,
             ),
             *(
@@ -227,7 +226,6 @@ def _declared() -> tuple[Measure, ...]:
                     LAYER,
                     f"{label}{text}",
                     formula=formula,
-                    reference=OURS,
                     **shared,
                 )
                 for name, (label, formula) in CERTIFICATE.items()

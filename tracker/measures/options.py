@@ -36,7 +36,6 @@ def refusal(measures: Sequence[Any]) -> str:
 
 
 F = TypeVar("F", bound=Callable[..., Any])
-ABSENT: Mapping[str, Any] = {}
 
 
 def settings_from(
@@ -94,9 +93,7 @@ def accepts_options(function: F, options: Mapping[str, Option] = OPTIONS) -> F:
     return function
 
 
-def add_flags(
-    parser: Any, defaults: Mapping[str, Any] = ABSENT, names: Iterable[str] = OPTIONS
-) -> None:
+def add_flags(parser: Any, defaults: Mapping[str, Any], names: Iterable[str] = OPTIONS) -> None:
     """Add a flag for each measurement option to a jsonargparse parser.
 
     Args:

@@ -17,7 +17,7 @@ import torch
 from tracker.common.values import Method
 from tracker.measures.rotations import COLUMNS, entries_of_pair
 from tracker.measures.settings import CHOICES, Settings
-from tracker.model.recording import BlockCall, Recording, host_memory
+from tracker.model.recording import host_memory
 
 ARRAYS = 5  # of the size of a Jacobian, that the measures of a row's Jacobians take beside it
 # Measures that take `ARRAYS`.
@@ -119,13 +119,3 @@ def make_plan(settings: Settings, d: int, L: int, normed: bool, device: torch.de
     if of_all <= host:
         return replace(plan, kept="host", rows=min(rows, host // of_all))
     return replace(plan, kept="file", rows=rows)
-
-
-def measured_calls(recording: Recording) -> list[BlockCall]:
-    """Return the calls whose Jacobians are measured.
-
-    These are the calls of all blocks and, if the measures include the final norm, the last one with it.
-    """
-    if recording.normed_last is None:
-        return recording.calls
-    return [*recording.calls, recording.normed_last]

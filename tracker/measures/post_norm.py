@@ -55,7 +55,7 @@ def smallest_singular_share(J: Float[Tensor, "R d d"]) -> Float[Tensor, "R"]:
     d = J.shape[-1]
     # Without a check: a singular matrix is an answer.
     factors, pivots, _ = torch.linalg.lu_factor_ex(torch.eye(d).to(J) + J)
-    sizes = factors.diagonal(dim1=-2, dim2=-1).abs()
+    sizes = torch.linalg.diagonal(factors).abs()
     mean = sizes.clamp_min(torch.finfo(J.dtype).tiny).log().mean(-1).exp()
     v = torch.ones_like(J[..., :1])
     for _ in range(ROUNDS):

@@ -25,7 +25,7 @@ from tracker.measures import (
     trajectory,
 )
 from tracker.measures.coupling import MISCOUPLINGS, VARIANTS
-from tracker.measures.declaration import DIAGNOSTICS, OURS, Measure
+from tracker.measures.declaration import DIAGNOSTICS, Measure
 from tracker.measures.tokenwise import KINDS
 
 __all__ = [
@@ -46,7 +46,6 @@ MEASURES: tuple[Measure, ...] = (
         ("token",),
         "position of the token",
         formula="t, counted from 0",
-        reference=OURS,
     ),
     *coupling.DECLARED,
     Measure(
@@ -63,7 +62,6 @@ MEASURES: tuple[Measure, ...] = (
         "position of a token compared across tokens",
         option="tokenwise",
         formula="t, counted from 0",
-        reference=OURS,
     ),
     *tokenwise.DECLARED,
     *layers.DECLARED,

@@ -35,22 +35,23 @@ Cost: a product of J with `COLUMNS` columns, and `ENTRIES` L^2 numbers for each 
 multiplications; to form J takes d products with a block of about 12 d^2 weights, 12 d^3.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from operator import itemgetter
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.linalg import vector_norm
 
+from tracker.linalg.svd import each
 from tracker.measures.coupling import (
     BY_ROTATIONS,
     Entries,
     Moments,
     Overlap,
     overlap,
-    root_mean_square,
-    root_mean_square_of_release,
+    root_mean_squares,
     side_by_side,
 )
 
@@ -73,7 +74,7 @@ def frames(d: int) -> Float[Tensor, "n d c"]:
     orthonormal, triangle = torch.linalg.qr(
         torch.randn(COLUMNS // c, d, c, generator=generator, dtype=torch.float64)
     )
-    return orthonormal * triangle.diagonal(dim1=-2, dim2=-1).sign()[:, None]
+    return orthonormal * torch.linalg.diagonal(triangle).sign()[:, None]
 
 
 @lru_cache(maxsize=16)
@@ -116,17 +117,7 @@ def mean_levels(
     of_row = T.shape[1] * U.shape[1] * max(ks) ** 2
     at_once = max(1, AT_ONCE // of_row) if T.is_cpu else len(T)
     rows = [slice(start, start + at_once) for start in range(0, len(T), at_once)]
-    parts = [
-        _of_rows(
-            T[r],
-            s[r],
-            Moments(of.isotropic[r], of.symmetric[r], of.antisymmetric[r]),
-            U[r],
-            V[r],
-            ks,
-        )
-        for r in rows
-    ]
+    parts = [_of_rows(T[r], s[r], each(itemgetter(r), of), U[r], V[r], ks) for r in rows]
     return {name: torch.cat([part[name] for part in parts]) for name in BY_ROTATIONS}
 
 
@@ -140,74 +131,73 @@ def _of_rows(
     # The squares of tiny entries underflow
     scale = torch.where(s[..., 0] > 0, s[..., 0], torch.nan)
     unit_s, unit_T = s / scale[..., None], T / scale[..., None, None, None]
-    unit_of = Moments(of.isotropic / scale, of.symmetric / scale, of.antisymmetric / scale)
+    unit_of = each(lambda part: part / scale, of)
     products = signed_U.mT @ signed_V
     of_ks: list[Tensor] = []
     for k in ks:
         left, right = _coordinates(signed_U[..., :k], signed_V[..., :k])
-        controls = _Controls(unit_s[..., :k], unit_of, overlap(products[..., :k, :k]), d)
+        sums_of = _controlled_sums(unit_s[..., :k], unit_of, overlap(products[..., :k, :k]), d)
         of_frame = len(T) * T.shape[1] * U.shape[1]
         entries = _entries(d, k).to(T.device)
         # An accelerator takes all at once.
         at_once = max(1, AT_ONCE // (of_frame * k**2)) if T.is_cpu else len(entries)
-        sums = [
-            controls.sums(_matrices(_at(unit_T, some), left, right))
-            for some in entries.split(at_once)
-        ]
+        sums = [sums_of(_matrices(unit_T, some, left, right)) for some in entries.split(at_once)]
         of_ks.append(torch.stack(sums).sum(0) / len(entries))
     levels = dict(zip(BY_ROTATIONS, torch.stack(of_ks, 2), strict=True))
     return levels | {"offdiag": levels["offdiag"] * scale[:, None, :, None]}
 
 
-class _Controls:
-    """Sums over frames of the definitions, less their control variates.
+def _controlled_sums(
+    s: Float[Tensor, "R L K"], of: Moments, basis: Overlap, d: int
+) -> Callable[[Float[Tensor, "R L n K M K"]], Float[Tensor, "4 R L M"]]:
+    """Return the function of A, which it overwrites, that sums the definitions, less their control variates, over frames.
 
-    All fields have an axis of frames: (R, L, 1, M), and those of each singular vector (R, L, 1, M, K).
+    The sums are in the order of `BY_ROTATIONS`.
     """
+    entries = Entries(of, basis, d)
+    roots, off_square = root_mean_squares(s, entries), entries.off_square
+    # E o, E t and E A_kk^2 may be 0 except for rounding: antisymmetric Jacobians in symmetric bases, or K = 1.
+    least = SMALLEST**2 * (entries.a + entries.tau**2)  # (R, L, 1)
+    square, diagonal_squares = entries.square.clamp_min(least), entries.diagonal_squares()
+    of_share = off_square / square
+    weights = SLOPE * s[..., None, :] / diagonal_squares.clamp_min(least[..., None]).sqrt()
+    # With an axis of frames: (R, L, 1, M), and those of each singular vector (R, L, 1, M, K)
+    E_t, E_o, E_squares, w, r, page_0, by_page, by_release, by_off, by_share = (
+        one.unsqueeze(2)
+        for one in (
+            entries.square,
+            off_square,
+            diagonal_squares,
+            weights,
+            of_share,
+            roots[0],
+            *(1 / (2 * root.clamp_min(SMALLEST)) for root in roots),
+            1 / (2 * off_square.clamp_min(least).sqrt()),
+            1 / (2 * of_share.sqrt().clamp_min(SMALLEST) * square),
+        )
+    )
+    # Of each Jacobian: M = 1
+    s_k, norm = s[:, :, None, None], vector_norm(s, dim=-1)[..., None, None]
 
-    def __init__(self, s: Float[Tensor, "R L K"], of: Moments, basis: Overlap, d: int) -> None:
-        entries = Entries(of, basis, d)
-        page, release = root_mean_square(s, entries), root_mean_square_of_release(s, entries)
-        off, square = entries.off_square, entries.square
-        # E o, E t and E A_kk^2 may be 0 except for rounding: antisymmetric Jacobians in symmetric bases, or K = 1.
-        least = SMALLEST**2 * (entries.a + entries.tau**2)  # (R, L, 1)
-        share, diagonal_squares = off / square.clamp_min(least), entries.diagonal_squares()
-        of_share = 1 / (2 * share.sqrt().clamp_min(SMALLEST) * square.clamp_min(least))
-        weights = SLOPE * s[..., None, :] / diagonal_squares.clamp_min(least[..., None]).sqrt()
-        # Of each Jacobian: M = 1
-        self.s, self.norm = s[:, :, None, None], vector_norm(s, dim=-1)[..., None, None]
-        self.square, self.off, self.page, self.share = (
-            one.unsqueeze(2) for one in (square, off, page, share)
-        )
-        self.of_page, self.of_release = (
-            1 / (2 * root.unsqueeze(2).clamp_min(SMALLEST)) for root in (page, release)
-        )
-        self.of_off, self.of_share = (
-            (1 / (2 * off.clamp_min(least).sqrt())).unsqueeze(2),
-            of_share.unsqueeze(2),
-        )
-        self.diagonal_squares, self.weights = diagonal_squares.unsqueeze(2), weights.unsqueeze(2)
-
-    def sums(self, A: Float[Tensor, "R L n K M K"]) -> Float[Tensor, "4 R L M"]:
-        """Return the sums over frames, in the order of `BY_ROTATIONS`; A is overwritten."""
+    def sums(A: Float[Tensor, "R L n K M K"]) -> Float[Tensor, "4 R L M"]:
         diagonal = A.diagonal(dim1=3, dim2=5).clone()  # (R, L, n, M, K)
         squares, of_entries = diagonal.square(), A.square_()
         # Without a difference of sums: the root of its rounding is no level of a pair whose A is diagonal.
         of_entries.diagonal(dim1=3, dim2=5).zero_()
         off = of_entries.sum((3, 5))  # (R, L, n, M)
         total = off + squares.sum(-1)
-        page = 1 + (total - 2 * (diagonal * self.s).sum(-1)) / self.norm**2
-        release = 1 + (total - 2 * (diagonal.abs() * self.s).sum(-1)) / self.norm**2
-        change = (
-            total - self.square - 2 * (self.weights * (squares - self.diagonal_squares)).sum(-1)
-        )
+        page = 1 + (total - 2 * (diagonal * s_k).sum(-1)) / norm**2
+        release = 1 + (total - 2 * (diagonal.abs() * s_k).sum(-1)) / norm**2
+        change = total - E_t - 2 * (w * (squares - E_squares)).sum(-1)
         values = (
-            page.clamp_min(0).sqrt() - (page - self.page**2) * self.of_page,
-            release.clamp_min(0).sqrt() - change / self.norm**2 * self.of_release,
-            off.sqrt() - (off - self.off) * self.of_off,
-            (off / total).sqrt() - (off - self.share * total) * self.of_share,
+            page.clamp_min(0).sqrt() - (page - page_0**2) * by_page,
+            release.clamp_min(0).sqrt() - change / norm**2 * by_release,
+            off.sqrt() - (off - E_o) * by_off,
+            (off / total).sqrt() - (off - r * total) * by_share,
         )
         return torch.stack([of_definition.sum(2) for of_definition in values])
+
+    return sums
 
 
 def _entries(d: int, K: int) -> Int[Tensor, "m rows r"]:
@@ -216,10 +206,6 @@ def _entries(d: int, K: int) -> Int[Tensor, "m rows r"]:
     c = frames(d).shape[-1]
     rows = columns[:, :K] if 2 * K <= d else columns
     return (which[:, None, None] * c + rows[..., None]) * c + columns[:, None]
-
-
-def _at(T: Turned, entries: Int[Tensor, "m rows r"]) -> Float[Tensor, "R L m rows r"]:
-    return T.flatten(2).index_select(-1, entries.flatten()).unflatten(-1, entries.shape)
 
 
 def _coordinates(U: Bases, V: Bases) -> tuple[Bases | None, Float[Tensor, "R M p K"]]:
@@ -236,10 +222,11 @@ def _coordinates(U: Bases, V: Bases) -> tuple[Bases | None, Float[Tensor, "R M p
 
 
 def _matrices(
-    T: Float[Tensor, "R L n rows r"], left: Bases | None, right: Bases
-) -> Float[Tensor, "R L n K M K"]:
+    T: Turned, entries: Int[Tensor, "m rows r"], left: Bases | None, right: Bases
+) -> Float[Tensor, "R L m K M K"]:
     """Return A of every pair and frame."""
-    products = (T.flatten(1, 3) @ side_by_side(right)).unflatten(1, T.shape[1:4])
+    chosen = T.flatten(2).index_select(-1, entries.flatten()).unflatten(-1, entries.shape)
+    products = (chosen.flatten(1, 3) @ side_by_side(right)).unflatten(1, chosen.shape[1:4])
     products = products.unflatten(-1, (right.shape[1], -1))  # (R, L, n, rows, M, K)
     return products if left is None else torch.einsum("rmdi,rlndmj->rlnimj", left, products)
 

@@ -25,7 +25,8 @@ from tracker.linalg.cores import batch_on_cores
 from tracker.linalg.precision import frobenius
 from tracker.linalg.svd import SMALL, Triplets
 from tracker.measures.coupling import Moments
-from tracker.measures.declaration import OURS, of_each_block
+from tracker.measures.declaration import of_each_block
+from tracker.measures.trajectory import positive
 
 Jacobian = Float[Tensor, "*B d d"]
 Values = Float[Tensor, "*B"]
@@ -40,7 +41,7 @@ def jacobian_gain(of: Moments, d: int) -> Values:
 def linear_error(Jx: Vectors, f: Vectors) -> Values:
     """Return |J x - f| / |f|."""
     length = torch.linalg.vector_norm(f, dim=-1)
-    return torch.linalg.vector_norm(Jx - f, dim=-1) / torch.where(length > 0, length, torch.nan)
+    return torch.linalg.vector_norm(Jx - f, dim=-1) / positive(length)
 
 
 def symmetric_share(of: Moments, d: int) -> Values:
@@ -56,9 +57,11 @@ def alignment(triplets: Triplets) -> Float[Tensor, "B K"]:
 
 def departure(J: Jacobian) -> Values:
     """Return Henrici's departure from normality relative to |J|_F, in float64; NaN for a zero matrix."""
-    zero = J.abs().amax((-2, -1)) == 0
+    zero, wide = J.abs().amax((-2, -1)) == 0, J.double()
+    # Squares of tiny entries underflow.
+    wide = wide / wide.abs().amax((-2, -1), keepdim=True)
     # LAPACK may end the process if it is given NaN
-    unit = torch.where(zero[..., None, None], 0, _unit(J.double()))
+    unit = torch.where(zero[..., None, None], 0, wide / frobenius(wide)[..., None, None])
     if unit.shape[-1] > SMALL:
         eigenvalues = torch.linalg.eigvals(unit)
     else:
@@ -68,12 +71,6 @@ def departure(J: Jacobian) -> Values:
     return torch.where(zero, torch.nan, (1 - normal).clamp_min(0).sqrt()).to(J)
 
 
-def _unit(J: Jacobian) -> Jacobian:
-    """Return J / |J|_F: squares of tiny entries underflow."""
-    J = J / J.abs().amax((-2, -1), keepdim=True)
-    return J / frobenius(J)[..., None, None]
-
-
 DECLARED = (
     of_each_block(
         "jacobian_gain",
@@ -81,7 +78,6 @@ DECLARED = (
         option="depth_use",
         compute=lambda block: jacobian_gain(block.layer.moments, block.x.shape[-1]),
         formula="‖J‖ / √d",
-        reference=OURS,
         text="Root mean square singular value of a block's Jacobian: how much it adds to a small random change of the state.",
         axis="logarithmic",
         charts=("depth", "table"),
@@ -92,7 +88,6 @@ DECLARED = (
         option="depth_use",
         compute=lambda block: linear_error(block.Jx, block.f),
         formula="‖J xˡ⁻¹ − f‖ / ‖f‖, f = xˡ − xˡ⁻¹",
-        reference=OURS,
         text="‖J x − f‖ / ‖f‖: 0 if a block's update f is linear in the token's own state x, 1 if the length of x does not "
         "matter to it (J x = 0).",
         charts=("depth", "table"),
@@ -103,9 +98,7 @@ DECLARED = (
         option="normality",
         compute=lambda block: symmetric_share(block.layer.moments, block.x.shape[-1]),
         formula="‖(J + Jᵀ) / 2‖² / ‖J‖²",
-        reference=OURS,
         text="How much of a block's Jacobian J is symmetric: 1 all of it, 0 none, 1/2 for unrelated input and output directions.",
-        axis="linear",
     ),
     of_each_block(
         "mean_alignment",

@@ -199,7 +199,7 @@ def noise_similarity(
     noisy = [first + level * noise for level in NOISE]
     cosines = [cosine_to(noisy, first)]
     for recorded in recording.calls:
-        call = recorded.to(replica.dtype, replica.device)
+        call = recorded.on_device()
         with replica.materialize(call.block):
             noisy = [call(x) for x in noisy]
         cosines.append(cosine_to(noisy, call.y))

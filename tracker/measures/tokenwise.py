@@ -208,7 +208,12 @@ def _couplings(
             add("jacobians", l, layers)
             basis = basis_layers.get(l)
             if basis == l:
-                waiting |= layers if file is None else _in_file(layers, file)
+                waiting |= {
+                    link: layer
+                    if file is None
+                    else replace(layer, jacobian=file.keep(layer.jacobian()))
+                    for link, layer in layers.items()
+                }
             elif basis is not None:
                 add("pairs", l, layers)
             # Before the next are formed: two sets of Jacobians would exceed the memory.
@@ -265,8 +270,7 @@ def _layers(
     Js = [J for of_link in by_link.values() for J in of_link]
     triplets = iter(triplets_of_jacobians(Js, plan, jacobians.advance))
     of_links = {
-        link: joined(Triplets, [next(triplets) for _ in of_link])
-        for link, of_link in by_link.items()
+        link: joined([next(triplets) for _ in of_link]) for link, of_link in by_link.items()
     }
     return {
         link: Layer(of_links[link], partial(_together, of_link), _moments(of_link, of_links[link]))
@@ -278,18 +282,11 @@ def _moments(Js: Sequence[Float[Tensor, "_ d d"]], triplets: Triplets) -> Moment
     """Return the moments of Jacobians in several tensors."""
     scales = triplets.S[:, 0].split([len(J) for J in Js])
     parts = [moments(J, scale) for J, scale in zip(Js, scales, strict=True)]
-    return joined(Moments, parts)
+    return joined(parts)
 
 
 def _together(Js: Sequence[Float[Tensor, "_ d d"]]) -> Float[Tensor, "R d d"]:
     return Js[0] if len(Js) == 1 else torch.cat([*Js])
-
-
-def _in_file(layers: Mapping[Link, Layer], file: JacobianFile) -> dict[Link, Layer]:
-    """Return the layers with their Jacobians in a file."""
-    return {
-        link: replace(layer, jacobian=file.keep(layer.jacobian())) for link, layer in layers.items()
-    }
 
 
 def _selections(l: int, samples: Sequence[Selected], links: Sequence[Link]) -> list[CallRows]:

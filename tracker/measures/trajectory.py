@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tracker.measures.declaration import BLOCK, NORMED, OURS, POSITION, STATE, Measure
+from tracker.measures.declaration import BLOCK, NORMED, POSITION, STATE, Measure
 
 States = Float[Tensor, "depth n d"]
 
@@ -38,11 +38,16 @@ def steps(X: States) -> Float[Tensor, "L n d"]:
     return X[1:] - X[:-1]
 
 
+def positive(sizes: Tensor) -> Tensor:
+    """Return sizes, NaN in place of those that are zero, which have no direction and divide nothing."""
+    return torch.where(sizes > 0, sizes, torch.nan)
+
+
 def directions(X: States) -> Float[Tensor, "L n d"]:
     """Return the unit steps; NaN where a step is zero."""
     delta = steps(X)
     length = torch.linalg.vector_norm(delta, dim=-1, keepdim=True)
-    return delta / torch.where(length > 0, length, torch.nan)
+    return delta / positive(length)
 
 
 def lss(X: States, width: int | None = None) -> Float[Tensor, "*L n"]:
@@ -61,8 +66,7 @@ def norms(X: States) -> Float[Tensor, "depth n"]:
 
 def alphas(X: States) -> Float[Tensor, "L n"]:
     """Return the log growth per layer (eq. 17); NaN where a norm is zero."""
-    norm = norms(X)
-    norm = torch.where(norm > 0, norm, torch.nan)
+    norm = positive(norms(X))
     return (norm[1:] / norm[:-1]).log()
 
 
@@ -86,7 +90,7 @@ def equidistance(X: States, width: int | None = None) -> Float[Tensor, "*L n"]:
 def update_ratio(X: States) -> Float[Tensor, "L n"]:
     """Return the length of each step relative to the state before it; NaN where that state is zero."""
     before = norms(X)[:-1]
-    return norms(steps(X)) / torch.where(before > 0, before, torch.nan)
+    return norms(steps(X)) / positive(before)
 
 
 def principal_axes(x: Float[Tensor, "n d"]) -> tuple[Float[Tensor, " d"], Float[Tensor, "d 2"]]:
@@ -113,7 +117,7 @@ def default_width(L: int) -> int:
 
 def _line_shape(u: Tensor) -> Tensor:
     length = torch.linalg.vector_norm(u.sum(-1), dim=-1)
-    return u.shape[-1] / torch.where(length > 0, length, torch.nan)
+    return u.shape[-1] / positive(length)
 
 
 def _squared_variation(values: Tensor, zero: float) -> Tensor:
@@ -128,7 +132,7 @@ def block_influence(X: States) -> Float[Tensor, "L n"]:
     """Return 1 - cos(x^{l-1}, x^l), as |u - v|^2 / 2 of the unit vectors u and v: near 0 the cosine rounds."""
     norm = norms(X)[..., None]
     # A state of zero has no direction.
-    units = X / torch.where(norm > 0, norm, torch.nan)
+    units = X / positive(norm)
     return (steps(units) ** 2).sum(-1) / 2
 
 
@@ -136,7 +140,7 @@ def update_cosine(X: States) -> Float[Tensor, "L n"]:
     """Return cos(x^l - x^{l-1}, x^{l-1})."""
     f, x = steps(X), X[:-1]
     product = norms(f) * norms(x)
-    return (f * x).sum(-1) / torch.where(product > 0, product, torch.nan)
+    return (f * x).sum(-1) / positive(product)
 
 
 def _over_depth(
@@ -305,7 +309,6 @@ DECLARED = (
         normed=False,
         compute=update_ratio,
         formula="‖xˡ − xˡ⁻¹‖ / ‖xˡ⁻¹‖",
-        reference=OURS,
         text="‖xˡ − xˡ⁻¹‖ / ‖xˡ⁻¹‖: how far a block moves its state.",
         headline=True,
         main=True,
@@ -335,7 +338,6 @@ DECLARED_USE = (
         normed=False,
         compute=update_cosine,
         formula="cos(f, xˡ⁻¹), f = xˡ − xˡ⁻¹",
-        reference=OURS,
         text="1 if a block's update lengthens the state, 0 if it is at a right angle to it, −1 if it shortens the state.",
         option="depth_use",
         main=True,

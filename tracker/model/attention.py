@@ -9,12 +9,10 @@ o = softmax(scale q K^T + mask) V, alone. Hooks intercept it:
 
 Inside `intercept_attention(handler)`, every attention of this thread calls
 
-    handler(attention, query, key, value, mask, causal)
+    handler(attention)
 
-with query (B, H, m, e), key and value (B, H_kv, n, e), the mask that the model made (or None), and whether the attention is
-causal by position when it has no mask. `attention(query, key, value, mask, causal)` is the model's own attention, with its
-scale, soft cap, sinks, window and so on; `attention.formula` is its formula, if the hook knows it. The model uses what the
-handler returns.
+with a call of the model's own attention, whose scale, soft cap, sinks, window and so on are its function's. The model uses what
+the handler returns; `attention()` is what it would have computed.
 """
 
 import functools
@@ -42,21 +40,33 @@ class Formula:
 
 @dataclass(frozen=True)
 class OriginalAttention:
-    """A model's own attention function, and its formula if the hook knows one."""
+    """A call of a model's own attention function.
+
+    Attributes:
+        function: of query, key, value, mask and causal.
+        query: (B, H, m, e).
+        key, value: (B, H_kv, n, e).
+        mask: that the model made, or None.
+        causal: whether it is causal by position when it has no mask.
+        formula: if the hook knows it.
+    """
 
     function: Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Any]
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Any
+    causal: bool
     formula: Formula | None = None
     # From (B, H, m, e) to what the model expects
     format_output: Callable[[Tensor], Any] = lambda output: output
 
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
-    ) -> Any:
+    def __call__(self) -> Any:
         """Compute the model's own attention."""
-        return self.function(query, key, value, mask, causal)
+        return self.function(self.query, self.key, self.value, self.mask, self.causal)
 
 
-AttentionHandler = Callable[[OriginalAttention, Tensor, Tensor, Tensor, Tensor | None, bool], Any]
+AttentionHandler = Callable[[OriginalAttention], Any]
 
 # Installed hooks are process-wide; the handler belongs to one thread, so a model running in another thread is not
 # intercepted. The first context installs the hooks, the last one removes them.
@@ -85,31 +95,41 @@ def intercept_attention(handler: AttentionHandler) -> Iterator[None]:
                 _hooks.close()
 
 
-def hand_over(attention: OriginalAttention, *arguments: Any) -> Any:
-    """Pass an attention to the handler; compute it if there is none."""
-    handler = _handler.get()
-    return (
-        attention(*arguments) if handler is None else _call_handler(handler, attention, *arguments)
-    )
+@contextmanager
+def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give a module or a class another attribute; on exit its own, or the one that it inherited, is visible again."""
+    own = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
 
 
 def _install_hooks() -> None:
-    original = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = _hook_sdpa(original)
-    _hooks.callback(setattr, F, "scaled_dot_product_attention", original)
+    sdpa = _hook_sdpa(F.scaled_dot_product_attention)
+    _hooks.enter_context(patched(F, "scaled_dot_product_attention", sdpa))
     # If transformers was never imported, none of its models can be running.
-    modeling = sys.modules.get("transformers.modeling_utils")
-    if modeling:
-        get_interface = modeling.AttentionInterface.get_interface
-        modeling.AttentionInterface.get_interface = _hook_get_interface(get_interface)
-        _hooks.callback(setattr, modeling.AttentionInterface, "get_interface", get_interface)
+    if modeling := sys.modules.get("transformers.modeling_utils"):
+        interface = modeling.AttentionInterface
+        hooked = _hook_get_interface(interface.get_interface)
+        _hooks.enter_context(patched(interface, "get_interface", hooked))
 
 
-def _call_handler(handler: AttentionHandler, attention: OriginalAttention, *arguments: Any) -> Any:
-    """Call the handler without intercepting the attention that it calls: transformers' sdpa runs through torch's."""
+def _hand_over(attention: OriginalAttention) -> Any:
+    """Pass an attention to the handler; compute it if there is none.
+
+    The attention that the handler calls is not intercepted: transformers' sdpa runs through torch's.
+    """
+    handler = _handler.get()
+    if handler is None:
+        return attention()
     token = _handler.set(None)
     try:
-        return handler(attention, *arguments)
+        return handler(attention)
     finally:
         _handler.reset(token)
 
@@ -117,17 +137,14 @@ def _call_handler(handler: AttentionHandler, attention: OriginalAttention, *argu
 def _hook_sdpa(original: Callable) -> Callable:
     @functools.wraps(original)
     def scaled_dot_product_attention(*arguments, **settings):
-        handler = _handler.get()
-        if handler is None:
+        if _handler.get() is None:
             return original(*arguments, **settings)
         tensors, options = _sdpa_arguments(*arguments, **settings)
 
         def attend(query, key, value, mask, causal):
             return original(query, key, value, mask, is_causal=causal, **options)
 
-        return _call_handler(
-            handler, OriginalAttention(attend, Formula(options["scale"])), *tensors
-        )
+        return _hand_over(OriginalAttention(attend, *tensors, Formula(options["scale"])))
 
     return scaled_dot_product_attention
 
@@ -145,8 +162,7 @@ def _hook_get_interface(original: Callable) -> Callable:
     @functools.wraps(original)
     def get_interface(interface, name, default):
         function = original(interface, name, default)
-        handler = _handler.get()
-        if handler is None:
+        if _handler.get() is None:
             return function
 
         def attention_interface(module, query, key, value, attention_mask, **settings):
@@ -165,10 +181,11 @@ def _hook_get_interface(original: Callable) -> Callable:
             formula = Formula(
                 settings.get("scaling"), settings.get("softcap"), settings.get("s_aux")
             )
+            given = query, key, value, attention_mask, causal
             attention = OriginalAttention(
-                attend, formula, lambda output: (output.transpose(1, 2), None)
+                attend, *given, formula, lambda output: (output.transpose(1, 2), None)
             )
-            return _call_handler(handler, attention, query, key, value, attention_mask, causal)
+            return _hand_over(attention)
 
         return attention_interface
 
@@ -185,7 +202,7 @@ def hook_attn_method(module: nn.Module) -> None:
         def attend(query, key, value, mask, causal):
             return original(module, query, key, value, mask, *more, **settings)
 
-        return hand_over(OriginalAttention(attend), query, key, value, attention_mask, False)
+        return _hand_over(OriginalAttention(attend, query, key, value, attention_mask, False))
 
     module.__dict__["_attn"] = _attn
 

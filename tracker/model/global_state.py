@@ -6,18 +6,18 @@ attention is no longer intercepted. Without checkpointing the result is the same
 itself, which modules often import by name.
 """
 
-import functools
 import inspect
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from threading import RLock, get_ident
 from typing import Any
 
 import torch
 
 from tracker.linalg.precision import float32_products
+from tracker.model.attention import patched
 from tracker.model.random_numbers import preserve_random_state
 
 
@@ -26,20 +26,16 @@ def checkpointing_disabled() -> Iterator[None]:
     """Run this thread's checkpointed functions as plain functions; only one thread at a time may do so."""
     # If it was never imported, nothing can call it
     checkpoint: Any = sys.modules.get("torch.utils.checkpoint")
+    thread = get_ident()
     with ExitStack() as stack:
         if checkpoint is not None:
             reentrant = checkpoint.CheckpointFunction
-            apply = functools.partial(_apply, reentrant.apply, threading.get_ident())
-            stack.callback(_restore, reentrant, "apply", vars(reentrant).get("apply"))
-            reentrant.apply = staticmethod(apply)
+            apply = staticmethod(partial(_apply, reentrant.apply, thread))
+            stack.enter_context(patched(reentrant, "apply", apply))
             for name in _GENERATORS:
                 if original := getattr(checkpoint, name, None):
-                    stack.callback(setattr, checkpoint, name, original)
-                    setattr(
-                        checkpoint,
-                        name,
-                        functools.partial(_generator, original, threading.get_ident()),
-                    )
+                    generator = partial(_generator, original, thread)
+                    stack.enter_context(patched(checkpoint, name, generator))
         yield
 
 
@@ -52,32 +48,19 @@ _GENERATORS = [  # the first in torch 2.11, the second in 2.15
 def _apply(
     original: Callable, thread: int, function: Callable, preserve_rng_state: bool, *arguments: Any
 ) -> Any:
-    if threading.get_ident() != thread:
+    if get_ident() != thread:
         return original(function, preserve_rng_state, *arguments)
     return function(*arguments)
 
 
 def _generator(original: Callable, thread: int, *arguments: Any, **keywords: Any) -> Iterator[None]:
     """Replace the generator that runs before and after a checkpointed function: only the caller's own context is entered."""
-    if threading.get_ident() != thread:
-        return original(*arguments, **keywords)
+    if get_ident() != thread:
+        yield from original(*arguments, **keywords)
+        return
     factory = inspect.signature(original).bind(*arguments, **keywords).arguments.get("context_fn")
-    return _within_context(factory)
-
-
-def _within_context(context_fn: Callable | None) -> Iterator[None]:
-    with ExitStack() as stack:
-        if context_fn is not None:
-            stack.enter_context(context_fn()[0])
+    with nullcontext() if factory is None else factory()[0]:
         yield
-
-
-def _restore(owner: Any, name: str, value: Any) -> None:
-    """Restore an attribute of the class itself; one that it inherited becomes visible again."""
-    if value is None:
-        delattr(owner, name)
-    else:
-        setattr(owner, name, value)
 
 
 _ONE_AT_A_TIME = RLock()
@@ -90,22 +73,25 @@ def preserve_global_state(device: torch.device) -> Iterator[None]:
     Most of this state belongs to the process, not to a thread: two threads that set and restore the same switches could
     leave them set, so a lock lets one measurement run at a time.
     """
-    with _ONE_AT_A_TIME, ExitStack() as stack:
-        stack.callback(
-            torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled()
-        )
-        stack.enter_context(float32_products("ieee"))
-        stack.enter_context(checkpointing_disabled())
-        # The fused encoder layer never calls attention
-        torch.backends.mha.set_fastpath_enabled(False)
+    fused = torch.backends.mha
+    with (
+        _ONE_AT_A_TIME,
+        ExitStack() as stack,
+        float32_products("ieee"),
+        checkpointing_disabled(),
         # Else nothing is compiled, and importing it costs seconds
-        if "torch._dynamo" in sys.modules:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(preserve_random_state(device))
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(_inference_mode_as_no_grad())
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(torch.autocast(device.type, enabled=False))
+        torch.compiler.set_stance("force_eager")
+        if "torch._dynamo" in sys.modules
+        else nullcontext(),
+        preserve_random_state(device),
+        torch.inference_mode(False),
+        _inference_mode_as_no_grad(),
+        torch.no_grad(),
+        torch.autocast(device.type, enabled=False),
+    ):
+        # The fused encoder layer never calls attention
+        stack.callback(fused.set_fastpath_enabled, fused.get_fastpath_enabled())
+        fused.set_fastpath_enabled(False)
         yield
 
 
@@ -123,8 +109,5 @@ def _inference_mode_as_no_grad() -> Iterator[None]:
         # What `inference_mode.__exit__` ends.
         self._inference_mode_context = torch.set_grad_enabled(not self.mode)
 
-    torch.inference_mode.__enter__ = enter_no_grad
-    try:
+    with patched(torch.inference_mode, "__enter__", enter_no_grad):
         yield
-    finally:
-        torch.inference_mode.__enter__ = enter

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tracker.model.hidden_state import tensors_in
 from tracker.model.random_numbers import Generator
 
 SCALARS = (str, bytes, bool, int, float, complex, type(None))
@@ -288,7 +289,7 @@ class WriteGuard(TorchDispatchMode):
         self.shared.waits |= getattr(func, "namespace", "") in COLLECTIVES
         for position, name in _written(func):
             argument = args[position] if position < len(args) else kwargs.get(name)
-            for tensor in _tensors(argument):
+            for tensor in tensors_in(argument):
                 self.shared.before_write(tensor)
         return func(*args, **kwargs)
 
@@ -305,11 +306,3 @@ def _written(func: Any) -> tuple[tuple[int, str], ...]:
         for i, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for entry in value:
-            yield from _tensors(entry)

@@ -124,13 +124,17 @@ def describe_output(output: Any) -> str:
     return f"{type(output).__name__}({', '.join(parts)})"
 
 
+def tensors_in(nested: Any) -> list[Tensor]:
+    """Return the tensors in nested sequences and mappings."""
+    return [leaf for leaf in tree_leaves(nested) if isinstance(leaf, Tensor)]
+
+
 def floating_tensors(output: Any) -> list[Tensor]:
     """Return the floating tensors in what a model returns: those in nested sequences, mappings and dataclasses; if there are
     none, those in its attributes. Nothing is taken from an iterator.
     """
-    leaves = tree_leaves(output)
-    found = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    for leaf in leaves:
+    found = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
+    for leaf in tree_leaves(output):
         if isinstance(leaf, Mapping) or _is_record(leaf):
             found += floating_tensors(dict(named_values(leaf)))
     return found or (floating_tensors(vars(output)) if hasattr(output, "__dict__") else [])

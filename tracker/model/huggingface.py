@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from tracker.model.wrappers import names_by_id
+
 
 @dataclass(frozen=True)
 class DeclaredBlocks:
@@ -37,15 +39,15 @@ def find_unembedding(model: nn.Module, block: str) -> str | None:
     owner = huggingface_owner(model, block)
     if owner is None or (token_embedding(owner) is not None and not in_text_tower(model, block)):
         return None
-    if is_encoder_decoder(owner) and _in_encoder(owner, model, block):
-        return None
+    if is_encoder_decoder(owner):
+        decoder = owner.get_decoder()  # type: ignore[operator]
+        decodes = decoder.modules() if isinstance(decoder, nn.Module) else ()
+        if not any(part is model.get_submodule(block) for part in decodes):
+            return None
     head = owner.get_output_embeddings()  # type: ignore[operator]
     if isinstance(head, nn.ModuleList):  # one for each codebook
         return None
-    return next(
-        (name for name, module in model.named_modules() if head is not None and module is head),
-        None,
-    )
+    return names_by_id(model).get(id(head))
 
 
 def in_text_tower(model: nn.Module, block: str) -> bool | None:
@@ -78,13 +80,15 @@ def declared_blocks(model: nn.Module) -> DeclaredBlocks | None:
     owner = huggingface_owner(model)
     if owner is None:
         return None
-    towers = _text_towers(owner)
+    towers, names = _text_towers(owner), names_by_id(model)
     if not towers:
         part, declares = getattr(owner, "base_model", None), owner
         found_by = f"{type(owner).__name__}.base_model"
     else:
         part = declares = towers[0]
-        found_by = f"the text tower {_name_of(model, part)} ({type(part).__name__}), which {_tower_role(owner)}"
+        found_by = (
+            f"the text tower {names[id(part)]} ({type(part).__name__}), which {_tower_role(owner)}"
+        )
         if len(towers) > 1 or _tower_role(owner) is None or is_encoder_decoder(owner):
             return None
     config: Any = declares.config
@@ -96,10 +100,9 @@ def declared_blocks(model: nn.Module) -> DeclaredBlocks | None:
     chosen = [m for m in lists if type(m[0]).__name__ in classes] or lists
     if len(chosen) != 1:
         return None
-    container = _name_of(model, chosen[0])
-    names = tuple(f"{container}.{i}" for i, _ in chosen[0].named_children())
+    of_blocks = tuple(f"{names[id(chosen[0])]}.{i}" for i, _ in chosen[0].named_children())
     found_by += f", a list of config.num_hidden_layers = {depth}"
-    return DeclaredBlocks(owner, names, found_by, bool(towers))
+    return DeclaredBlocks(owner, of_blocks, found_by, bool(towers))
 
 
 def _table(embedding: Any) -> nn.Embedding | None:
@@ -149,15 +152,3 @@ def _tower_role(owner: nn.Module) -> str | None:
     if {"cache", "past_key_values"} & set(inspect.signature(owner.forward).parameters):
         return "gives the last hidden state"
     return None
-
-
-def _in_encoder(owner: nn.Module, model: nn.Module, block: str) -> bool:
-    """Whether a block of an encoder-decoder belongs to its encoder."""
-    decoder = owner.get_decoder()  # type: ignore[operator]
-    return not isinstance(decoder, nn.Module) or not any(
-        part is model.get_submodule(block) for part in decoder.modules()
-    )
-
-
-def _name_of(model: nn.Module, part: nn.Module) -> str:
-    return next(name for name, module in model.named_modules() if module is part)

@@ -15,6 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
 from tracker.common.errors import Note, UsageError, warn_caller
+from tracker.model.hidden_state import tensors_in
 from tracker.model.huggingface import huggingface_owner, token_embedding
 from tracker.model.random_numbers import seed_of
 from tracker.model.records import describe
@@ -96,11 +97,7 @@ class Batch:
             n: the number of positions.
         """
         B = len(self.labels)
-        tensors = [
-            leaf
-            for leaf in (self.ids, *tree_leaves((self.arguments, self.keywords)))
-            if isinstance(leaf, Tensor)
-        ]
+        tensors = tensors_in((self.ids, self.arguments, self.keywords))
         samples = next((tensor.cpu() for tensor in tensors if tensor.shape[:1] == (B,)), None)
         if samples is None:
             return [0] * B
@@ -115,8 +112,7 @@ class Batch:
         Tensors that do not divide into samples belong to each of them. Arguments as for `sample_seeds`.
         """
         B = len(self.labels)
-        leaves = tree_leaves((self.arguments, self.keywords))
-        tensors = [leaf.cpu() for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors = [tensor.cpu() for tensor in tensors_in((self.arguments, self.keywords))]
         if not any(tensor.shape[:1] == (B,) for tensor in tensors):
             return [0] * B
 
@@ -285,8 +281,7 @@ def _prompt(
     except UsageError as error:
         raise UsageError(f"prompt {i} ({shortened(prompt)}): {error}") from error
     known = inspect.signature(model.forward).parameters
-    passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-    if passes_on and "input_ids" not in known:
+    if "input_ids" not in known and _takes(model, "input_ids"):
         # A model around the Hugging Face model, to which the keywords go.
         known = inspect.signature((huggingface_owner(model) or model).forward).parameters
     # Some tokenizers return more than their model takes; some forwards have another name for their tokens.

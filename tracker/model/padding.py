@@ -123,20 +123,13 @@ class _Blocks:
         """
         call, masks = self.recording.calls[0], []
 
-        def collect(
-            attention: OriginalAttention,
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            mask: Any,
-            causal: bool,
-        ) -> Any:
-            masks.append((key, mask))
-            return attention(query, key, value, mask, causal)
+        def collect(attention: OriginalAttention) -> Any:
+            masks.append((attention.key, attention.mask))
+            return attention()
 
         with call.replica.materialize(call.block), intercept_attention(collect):
             for x in (self.x, self.x + noise_like(self.x)):
-                call.to(call.replica.dtype, call.replica.device)(x)
+                call.on_device()(x)
         (keys, mask), (other_keys, other_mask) = masks[i], masks[len(masks) // 2 + i]
         return (
             keys.shape == other_keys.shape
@@ -161,21 +154,19 @@ class _Blocks:
         return bool((changed.any(1) | ~padding.any(1)).all())
 
     def run(self, rows: Bool[Tensor, "B n"] | None) -> Float[Tensor, "B n d"]:
-        """Return the states after the last block, with other states at these rows."""
+        """Return the states after the last block, with noise on the first states at these rows."""
         if rows is None and self.plain is not None:
             return self.plain
-        x = self.x if rows is None else self.changed(rows)
+        x = self.x
+        if rows is not None:
+            x = torch.where(rows[..., None], x + noise_like(x), x)
         for recorded in self.recording.calls:
-            call = recorded.to(recorded.replica.dtype, recorded.replica.device)
+            call = recorded.on_device()
             with call.replica.materialize(call.block):
                 x = call(x)
         if rows is None:
             self.plain = x
         return x
-
-    def changed(self, rows: Bool[Tensor, "B n"]) -> Float[Tensor, "B n d"]:
-        """Return the first states with noise at these rows."""
-        return torch.where(rows[..., None], self.x + noise_like(self.x), self.x)
 
 
 def _hidden_positions(visible: Bool[Tensor, "B n n"]) -> Bool[Tensor, "B n"]:

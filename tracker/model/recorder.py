@@ -7,7 +7,6 @@ kept in files (`recording.Spill`).
 import inspect
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -51,11 +50,12 @@ def record(
         FloatingPointError: if a block returned a value that is not finite.
     """
     recorder = _Recorder(replica, Spill(memory))
-    with ExitStack() as stack:
-        stack.enter_context(replica.stream_blocks(recorder.enter_block, recorder.leave_block))
-        stack.enter_context(recording_kernels(replica.dtype))
-        stack.enter_context(recorder.head.watch(recorder.is_last_state))
-        stack.enter_context(intercept_attention(recorder.record_attention))
+    with (
+        replica.stream_blocks(recorder.enter_block, recorder.leave_block),
+        recording_kernels(replica.dtype),
+        recorder.head.watch(recorder.is_last_state),
+        intercept_attention(recorder.record_attention),
+    ):
         output = replica.forward(arguments, keywords)
         seed = replica.generators.drawn_seed()
     return recorder.recording(seed, output)
@@ -129,17 +129,12 @@ class _Recorder:
             return last.y
         if len(streams) > 1:
             raise two_streams(last.name, *(self.states[i] for i in streams[:2]))
-        raise self.changed_between(last.name, name)
-
-    def changed_between(self, before: str, name: str) -> UsageError:
-        """Return the error for blocks between which the model changes the state; it proposes that each begins where the one
-        before ended.
-        """
         finding = (
-            f"the model changes the hidden state between {before} and {name}; name consecutive blocks, so that each takes the "
+            f"the model changes the hidden state between {last.name} and {name}; name consecutive blocks, so that each takes the "
             "output of the one before, or spans that include the change"
         )
-        return BlocksNotFound(finding, chained(self.replica.description))
+        # It proposes that each begins where the one before ended.
+        raise BlocksNotFound(finding, chained(self.replica.description))
 
     def copy_argument(self, value: Any) -> Any:
         """Return a copy of a tensor among the arguments; all blocks that are given it unchanged share one copy."""
@@ -151,20 +146,14 @@ class _Recorder:
             self.copies[key] = value, value.clone()
         return self.copies[key][1]
 
-    def record_attention(
-        self,
-        attention: OriginalAttention,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-    ) -> Any:
+    def record_attention(self, attention: OriginalAttention) -> Any:
         """Record an attention's keys, values and mask, and run it."""
         if self.running is not None:
             # Copies: they may be views of a cache that the block writes to at every call.
-            self.running.attention.append(AttentionCall(key.clone(), value.clone(), mask, causal))
-        return attention(query, key, value, mask, causal)
+            key, value = attention.key.clone(), attention.value.clone()
+            recorded = AttentionCall(key, value, attention.mask, attention.causal)
+            self.running.attention.append(recorded)
+        return attention()
 
     def leave_block(self, block: nn.Module, args: tuple, output: Any) -> None:
         """Record a block's output, and check that the block keeps no state between calls."""
@@ -220,7 +209,7 @@ class _Recorder:
 
     def check_function(self, call: BlockCall, draws: bool, changes: bool) -> None:
         """Check that the output of a block that draws random numbers, or changes its attributes, is a function of its input."""
-        call = call.to(self.replica.dtype, self.replica.device)  # from a file
+        call = call.on_device()  # from a file
         block, description = f"block {call.layer} ({call.name})", self.replica.description
         with self.replica.materialize(call.block):
             if draws and id(call.block) not in self.replica.draws_for_nothing:

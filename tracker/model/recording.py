@@ -151,6 +151,10 @@ class BlockCall:
         other.y = convert(self.y)
         return other
 
+    def on_device(self) -> "BlockCall":
+        """Return the same call as the replica measures: in its dtype, and on its device."""
+        return self.to(self.replica.dtype, self.replica.device)
+
     def __call__(self, x: Tensor, arguments: Mapping[str, Any] | None = None) -> Tensor:
         """Run the block, and the final norm if it is folded in, on a hidden state (B, n, d). The block has its weights.
 
@@ -192,6 +196,14 @@ class Recording:
     seed: int | None = None  # of the random numbers that the pass drew; None if it drew none
     sample_seeds: Sequence[int] = ()  # of what measures draw for each sample
 
+    @property
+    def measured(self) -> list[BlockCall]:
+        """The calls whose Jacobians are measured.
+
+        These are the calls of all blocks and, if the measures include the final norm, the last one with it.
+        """
+        return [*self.calls, *([self.normed_last] if self.normed_last else [])]
+
     def states(
         self, samples: slice, tokens: slice, device: torch.device, normed: bool = False
     ) -> Float[Tensor, "depth n d"]:
@@ -206,8 +218,9 @@ class Recording:
 
     def nbytes(self) -> int:
         """Count the bytes of what is recorded: hidden states, keys and values."""
-        calls = [*self.calls, *([self.normed_last] if self.normed_last else [])]
-        return sum({id(t): t.nbytes for call in calls for t in call.recorded_tensors()}.values())
+        return sum(
+            {id(t): t.nbytes for call in self.measured for t in call.recorded_tensors()}.values()
+        )
 
     def with_final_norm(self) -> "Recording":
         """Return the same pass, with the last block also as one that ends in the final norm (paper, eq. 7)."""

@@ -180,11 +180,8 @@ class WeightHolder:
     def __init__(self, part: nn.Module) -> None:
         self.part = part
         self.before = dict(part.__dict__)
-        self.given: list[tuple[str, int, int]] | None = None  # the buffers as given; None before
-
-    def note_buffers(self) -> None:
-        """Note the buffers that the part was given, to see whether it writes to them."""
-        self.given = _versions(self.part)
+        # The buffers as given, to see whether it writes to them; None before
+        self.given: list[tuple[str, int, int]] | None = None
 
     def release(self, written: "list[WeightHolder] | None") -> None:
         """Take the weights; restore the part, or put it into the list, if it wrote to its buffers."""
@@ -315,15 +312,13 @@ class ModuleCopier:
             if get_ident() == thread and isinstance(self.memo.get(id(module)), nn.Module):
                 raise refusal(names.get(id(module)) or type(module).__name__, "itself")
 
-        handle = register_module_forward_pre_hook(refuse)
-        try:
-            yield
-        except KeyError as error:
-            if any(isinstance(key, MODULES) for key in error.args):
-                raise refusal("what belongs to a module", "by the module itself") from error
-            raise
-        finally:
-            handle.remove()
+        with register_module_forward_pre_hook(refuse):
+            try:
+                yield
+            except KeyError as error:
+                if any(isinstance(key, MODULES) for key in error.args):
+                    raise refusal("what belongs to a module", "by the module itself") from error
+                raise
 
     def copy_nested(self, value: Any) -> Any:
         """Copy what a module or a function holds."""
@@ -403,11 +398,7 @@ def modules_outside(block: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Mo
 
 
 class StopForward(BaseException):
-    """Raised by a hook to end a forward pass (`Replica.run`) with a value. A model's code may catch any Exception."""
-
-    def __init__(self, value: Any) -> None:
-        super().__init__()
-        self.value = value
+    """Raised by a hook, with a value, to end a forward pass (`Replica.run`) with it. A model's code may catch any Exception."""
 
 
 class Replica:
@@ -489,7 +480,7 @@ class Replica:
             try:
                 return self.module(*arguments, **keywords)
             except StopForward as stopped:
-                return stopped.value
+                return stopped.args[0]
 
     @contextmanager
     def watch_writes(self, module: nn.Module) -> Iterator[None]:
@@ -574,12 +565,21 @@ class Replica:
         Args:
             written: collects the parts that wrote to their buffers, instead of restoring them on exit.
         """
-        dtype = dtype or self.dtype
         copied = id(module) in self._writers
         skipped = {id(part) for excluded in exclude for part in excluded.modules()}
         # By id of the module's own tensor: tied weights stay tied
         converted: dict[int, Tensor] = {}
         held: list[WeightHolder] = []
+
+        def materialized(part: nn.Module, name: str, tensor: Tensor | None) -> Tensor | None:
+            if tensor is None:
+                return None
+            if id(tensor) not in converted:
+                plain = self.convert(plain_tensor(part, name, tensor, self.gather), dtype)
+                # Buffers are written to in ordinary passes (running means, caches of tables); weights, by few models.
+                converted[id(tensor)] = plain.clone() if copied or name in part._buffers else plain
+            return converted[id(tensor)]
+
         try:
             parts = []
             if module is not None:
@@ -591,32 +591,15 @@ class Replica:
                 held.append(WeightHolder(part))
                 for store in ("_parameters", "_buffers"):
                     part.__dict__[store] = {
-                        name: self._materialize(part, name, t, dtype, copied, converted)
+                        name: materialized(part, name, t)
                         for name, t in part.__dict__[store].items()
                     }
-                held[-1].note_buffers()
+                held[-1].given = _versions(part)
             with self._shared.watch(converted.values()):
                 yield
         finally:
             for part in held:
                 part.release(written)
-
-    def _materialize(
-        self,
-        part: nn.Module,
-        name: str,
-        tensor: Tensor | None,
-        dtype: torch.dtype,
-        copied: bool,
-        converted: dict[int, Tensor],
-    ) -> Tensor | None:
-        if tensor is None:
-            return None
-        if id(tensor) not in converted:
-            plain = self.convert(plain_tensor(part, name, tensor, self.gather), dtype)
-            # Buffers are written to in ordinary passes (running means, caches of tables); weights, by few models.
-            converted[id(tensor)] = plain.clone() if copied or name in part._buffers else plain
-        return converted[id(tensor)]
 
     def fill_zeros(self, parts: Iterable[nn.Module]) -> None:
         """Give parameters of these parts that are all zero other values, the same in every pass, while the parts hold weights."""

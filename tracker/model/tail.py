@@ -22,10 +22,10 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from tracker.devices import raise_device_errors
-from tracker.model.hidden_state import floating_tensors, named_values
+from tracker.model.hidden_state import floating_tensors, named_values, tensors_in
 from tracker.model.replica import Replica
 
 PADDING = 16  # vocabularies may differ by 1 / PADDING: rows for padding or special tokens
@@ -52,7 +52,7 @@ class _Call(NamedTuple):
 
     def made(self) -> list[Tensor]:
         """Return the tensors that it returned; of an assignment, which returns none, the one that it wrote to."""
-        return _tensors(self.output) or _tensors(self.given)[:1]
+        return tensors_in(self.output) or tensors_in(self.given)[:1]
 
 
 class Tail(TorchFunctionMode):
@@ -85,7 +85,7 @@ class Tail(TorchFunctionMode):
     ) -> Any:
         """Note a lookup before the blocks, or a call on what was computed from the last state."""
         given = args, kwargs or {}
-        tensors = [] if self.paused else _tensors(given)
+        tensors = [] if self.paused else tensors_in(given)
         if self._state is None and function.__name__ in LOOKUPS and len(tensors) > 1:
             self.tables |= {len(t) for t in tensors if t.dim() == 2 and t.is_floating_point()}
         others = [t for t in tensors if id(t) not in self._derived]
@@ -112,7 +112,7 @@ class Tail(TorchFunctionMode):
         derived = [y for y in (named, *floating_tensors(output)) if id(y) in self._derived]
         n = x.shape[1]
         for call in self._calls:
-            z, given = call.made()[0], _tensors(call.given)
+            z, given = call.made()[0], tensors_in(call.given)
             V = z.shape[-1] if z.dim() > 1 else 0
             matrices = [W for W in given if W.dim() == 2 and id(W) not in self._derived]
             over_vocabulary = any(_is_vocabulary(V, table) for table in self.tables)
@@ -132,7 +132,7 @@ class Tail(TorchFunctionMode):
         needed = {id(self._product)}
         for call in reversed(self._calls):
             if any(id(t) in needed for t in call.made()):
-                needed |= {id(t) for t in _tensors(call.given)}
+                needed |= {id(t) for t in tensors_in(call.given)}
         return id(value) in needed
 
     def check(self, x: Float[Tensor, "B n d"]) -> str:
@@ -182,14 +182,10 @@ class Tail(TorchFunctionMode):
             for call in self._calls:
                 args, keywords = tree_map(lambda value: now.get(id(value), value), call.given)
                 output = call.function(*args, **keywords)
-                for old, new in zip(_tensors(call.output), _tensors(output), strict=True):
+                for old, new in zip(tensors_in(call.output), tensors_in(output), strict=True):
                     now[id(old)] = new
         return now[id(z)].reshape(B * m, -1)[: len(rows)]
 
 
 def _is_vocabulary(logits: int, table: int) -> bool:
     return abs(logits - table) <= table // PADDING
-
-
-def _tensors(nested: Any) -> list[Tensor]:
-    return [one for one in tree_leaves(nested) if isinstance(one, Tensor)]

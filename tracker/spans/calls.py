@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from tracker.common.errors import UsageError
 from tracker.model.boundaries import Boundary, Span
 from tracker.model.guard import clone_if_tensor, copy_nested
-from tracker.model.hidden_state import hidden_state
+from tracker.model.hidden_state import hidden_state, tensors_in
 from tracker.model.recording import BlockCall
 from tracker.model.replica import Replica, StopForward
 
@@ -171,14 +171,13 @@ class _TensorReplacement(TorchFunctionMode):
 
 
 class InputDependents(TorchFunctionMode):
-    """Number the floating values that depend on the forward's inputs, up to a boundary, and let `change(number, value)` change
-    each: floating inputs, and results of operations on inputs or on such results.
+    """Let `change(value)` change each floating value that depends on the forward's inputs, up to a boundary: floating inputs, and
+    results of operations on inputs or on such results.
     """
 
-    def __init__(self, change: Callable[[int, Tensor], Tensor]) -> None:
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.change = change
-        self.count = 0
         self.done = False
         self.followed: dict[int, Tensor] = {}  # by identity
 
@@ -201,9 +200,7 @@ class InputDependents(TorchFunctionMode):
         self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
         output = function(*arguments, **(keywords or {}))
-        tensors = [
-            value for value in tree_leaves((arguments, keywords)) if isinstance(value, Tensor)
-        ]
+        tensors = tensors_in((arguments, keywords))
         if self.done or not any(id(value) in self.followed for value in tensors):
             return output
         # In place: the model holds this tensor under other names, which a changed copy would not replace.
@@ -215,9 +212,9 @@ class InputDependents(TorchFunctionMode):
         )
 
     def follow(self, value: Any) -> Any:
-        """Number a value that depends on the inputs, and return it changed."""
+        """Return a value that depends on the inputs changed."""
         if isinstance(value, Tensor):
             if value.is_floating_point():
-                value, self.count = self.change(self.count, value), self.count + 1
+                value = self.change(value)
             self.followed[id(value)] = value
         return value

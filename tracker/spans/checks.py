@@ -123,7 +123,7 @@ class WholeStateCheck:
             Tensor
         ] = []  # added to what depends on the inputs; then those that the first state depends on
 
-        def add(i: int, value: Tensor) -> Tensor:
+        def add(value: Tensor) -> Tensor:
             zero = torch.zeros_like(value, memory_format=torch.contiguous_format)
             zeros.append(zero.requires_grad_())
             return value + zeros[-1]
@@ -156,7 +156,12 @@ class WholeStateCheck:
 
         def fixed(place: Boundary, hook: BoundaryHook, value: Tensor) -> Tensor | None:
             if place in self.fixed and any(_depends(value, leaf) for leaf in leaves):
-                raise self._not_constant(place)
+                states = dict.fromkeys(boundary for call in self.calls for boundary in call.span)
+                raise UsageError(
+                    f"the {place} depends on the hidden state, so it does not stay fixed when a block is linearized; a fixed "
+                    "tensor is computed from the inputs without passing through a block, or is the hidden state at a boundary: "
+                    f"{', '.join(map(str, states))}"
+                )
             return hook(value)
 
         hooks: dict[Boundary, BoundaryHook] = {
@@ -224,14 +229,6 @@ class WholeStateCheck:
             )
         others = [y for y in dependent if not torch.equal(y, leaves[-1])] or dependent
         return min((self._dependence(y, leaves, zeros) for y in others), key=lambda of: of.largest)
-
-    def _not_constant(self, place: Boundary) -> UsageError:
-        states = dict.fromkeys(boundary for call in self.calls for boundary in call.span)
-        return UsageError(
-            f"the {place} depends on the hidden state, so it does not stay fixed when a block is linearized; a fixed tensor is "
-            "computed from the inputs without passing through a block, or is the hidden state at a boundary: "
-            f"{', '.join(map(str, states))}"
-        )
 
     def _is_fixed(self, l: int) -> bool:
         """Whether the state at boundary l is fixed, by the name of the start of a span or of the end of the one before."""

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -69,9 +68,8 @@ class _Recorder:
         hooks = {
             place: partial(self.record_fixed, place) for place in self.replica.description.fixed
         }
-        with ExitStack() as stack:
-            stack.enter_context(self.head.watch(self.is_last_state))
-            hooks |= {boundary: partial(self.record_state, boundary) for boundary in boundaries}
+        hooks |= {boundary: partial(self.record_state, boundary) for boundary in boundaries}
+        with self.head.watch(self.is_last_state):
             return run(self.replica, arguments, self.seed, hooks)
 
     def record_fixed(self, place: Boundary, value: Tensor) -> None:

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -77,7 +78,7 @@ def find_target(
     part = ""
     owner = huggingface_owner(module, names[0])
     if forward is None and owner is not None:
-        part = next(name for name, other in module.named_modules() if other is owner)
+        part = names_by_id(module)[id(owner)]
     elif forward is None and not runs(module):
         part = names[0].partition(".")[0]
         if not runs(module.get_submodule(part)):
@@ -299,5 +300,5 @@ def interleave(parts: list[list[Any]]) -> list[Any]:
     >>> interleave([[0, 3], [1, 4], [2]])
     [0, 1, 2, 3, 4]
     """
-    longest = max(len(part) for part in parts)
-    return [part[i] for i in range(longest) for part in parts if i < len(part)]
+    turns = zip_longest(*parts)
+    return [entry for of_ranks in turns for entry in of_ranks if entry is not None]

@@ -59,12 +59,6 @@ def stays_on_device(device: "torch.device", weights: int, budget: int) -> bool:
     return weights + budget <= free
 
 
-def placement(measurement: "Measurement", weights: int) -> tuple[int, bool]:
-    """Return the memory budget of a measurement, and whether all weights, of so many bytes, are to stay on its device."""
-    budget = measurement.memory_budget or default_budget(measurement.device, weights)
-    return budget, stays_on_device(measurement.device, weights, budget)
-
-
 def _free_and_total(device: "torch.device") -> tuple[int, int] | None:
     """Return the free and the total bytes of a device, if it reports them; memory that PyTorch holds unused is free."""
     import torch
@@ -132,7 +126,7 @@ class Measurement:
     max_tokens: int | None
     device: "torch.device"
     own_code: bool  # whether the user's code loads
-    blocks: str | list[str] | None = None
+    blocks: str | list[str] | None
 
 
 @dataclass(frozen=True)

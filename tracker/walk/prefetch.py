@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from checkpoints.disk import DiskBudget, missing_files
+from checkpoints.disk import DiskBudget
 from checkpoints.fetch import cached_snapshot, fetch, remove_damaged, snapshot_dir
 from checkpoints.hub import Listing
 from checkpoints.suites import Checkpoint
@@ -82,8 +82,7 @@ class Prefetched:
         selection, checkpoint = self.selection, self.checkpoint
         if checkpoint.revision is None:
             return Path(checkpoint.source)
-        repo = checkpoint.source
-        revision = checkpoint.revision
+        repo, revision = checkpoint.source, checkpoint.revision
         cache_dir = selection.suite.cache_dir
         if not selection.suite.on_hub:
             return cached_snapshot(repo, revision, cache_dir)
@@ -103,7 +102,7 @@ class Prefetched:
         """Download what the cache lacks of a listed revision; return its directory."""
         repo, revision = self.checkpoint.source, self.checkpoint.name
         cache_dir = self.selection.suite.cache_dir
-        lacking = missing_files(snapshot_dir(repo, listing.commit, cache_dir), listing)
+        lacking = self.selection.to_fetch(self.checkpoint, listing)
         count = (
             self.shown.downloading(revision, sum(file.size for file in lacking))
             if lacking

@@ -23,7 +23,13 @@ from tracker.measures.dataset import unlabelled
 from tracker.measures.settings import Settings
 from tracker.netcdf import DamagedFile, file_content
 from tracker.store import Store, by_step, likeness, require_one_curve
-from tracker.walk.plan import Measurement, SelectedCheckpoints, WalkPlan, placement
+from tracker.walk.plan import (
+    Measurement,
+    SelectedCheckpoints,
+    WalkPlan,
+    default_budget,
+    stays_on_device,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -119,7 +125,9 @@ def _measure(
     blocks = None
     with suppress(BlocksNotFound):  # a forward pass shows them, or which of its lines work
         blocks = find_blocks(model, measurement.blocks)
-    budget, resident = placement(measurement, weights_memory(model, blocks, settings.torch_dtype))
+    weights = weights_memory(model, blocks, settings.torch_dtype)
+    budget = measurement.memory_budget or default_budget(device, weights)
+    resident = stays_on_device(device, weights, budget)
     try:
         # Otherwise the weights stay memory-mapped in their files and are loaded block by block
         if resident:
