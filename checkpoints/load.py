@@ -52,6 +52,8 @@ def load(directory: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
         CheckpointError: if a tensor is missing, unexpected or mis-shaped, a file is damaged or missing, or the checkpoint needs
             Python code of its own.
     """
+    if not any(file.name.startswith(TOKENIZER_FILES) for file in directory.iterdir()):
+        raise CheckpointError(f"{directory} has no tokenizer; {TOKENIZER_REMEDY}")
     model = load_model(directory)
     with readable(directory, f"the tokenizer in {directory}", TOKENIZER_REMEDY):
         return model, _tokenizer(directory)

@@ -269,20 +269,18 @@ class Store:
         self,
         steps: Sequence[int],
         leave_out: Callable[[int, OSError | ValueError], None] | None = None,
-        names: Collection[str] | None = None,
     ) -> Iterator[xr.Dataset]:
         """Read units, joined along `step` in parts that fit in memory.
 
         Args:
             leave_out: called for a unit that is damaged or no longer there, which is left out; by default an error is raised.
-            names: as in `curve`.
         """
         contents: list[Content] = []
         size = 0
         for step in steps:
             try:
                 size += self.file(step).stat().st_size
-                contents.append(self._content(step, names, *contents[-1:]))
+                contents.append(self._content(step, None, *contents[-1:]))
             except (FileNotFoundError, DamagedFile) as error:
                 if leave_out is None:
                     raise

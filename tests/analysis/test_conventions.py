@@ -38,7 +38,8 @@ def test_inputs_of_the_same_token_ids(ids, same):
         "b": result(inputs_sha256="cd", token_ids_sha256=ids),
     }
     (said,) = describe_differences(several)
-    assert said == f"inputs (a: ab; b: cd{'; their token ids are the same' * same})"
+    words = "; of the same token ids, but in another form, or with other masks or images"
+    assert said == f"inputs (a: ab; b: cd{words * same})"
 
 
 def test_values_along_step():

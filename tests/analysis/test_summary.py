@@ -158,7 +158,10 @@ def test_recipes_are_said_to_be_highest_at_an_earlier_step(tmp_path):
         of_runs = (tracker.curves(run).miscoupling_coupling for run in (first, second))
         mean = (sum(of_runs) / 2).isel(k=0).sel(pairs="mean_offdiag")
         listed.append(f"{name} {mean.max().item():z.3f} at step {mean.idxmax().item():.0f}")
-    assert f"highest earlier: {', '.join(listed)}. " in table.attrs["finding"]
+    assert f"The highest coupling: {', '.join(listed)}. " in table.attrs["finding"]
+    Store(runs[0]).file(8).write_bytes(b"no results")
+    table = tracker.summary(runs[0])
+    assert "At which step coupling is highest is not known: " in table.attrs["notes"][-1]
 
 
 def test_recipes_are_compared_over_their_runs(tmp_path):

@@ -137,6 +137,8 @@ def test_ids_with_padding_are_read_with_the_config():
     padded = {"input_ids": ids, "attention_mask": (ids != 0).long()}
     ds = measured(hugging_face("Roberta", eos_token_id=3, pad_token_id=0), padded)
     assert at(ds) == [3, 1, 4] and ds.attrs["tokens"] == "last non-special"
+    ds = measured(hugging_face("Bert", pad_token_id=0), padded, of_bert())
+    assert at(ds) == [3, 1, 4] and ds.attrs["tokens"] == "last non-special"
     ds = measured(hugging_face("Bert", pad_token_id=0), padded)
     assert at(ds) == [4, 2, 4] and ds.attrs["tokens"] == "last"
 
@@ -190,5 +192,5 @@ def test_a_walk_measures_the_last_word(tmp_path, capsys):
     assert ds.attrs["tokens"] == "last non-special"
     assert ds.token_position.values.ravel().tolist() == [6, 2]
     printed = capsys.readouterr().out
-    assert "2 prompts, last token; cpu" in printed and "K=2, last word)" in printed
+    assert "last token, in text encoders the last word; cpu" in printed
     assert "run: 2 prompts, K = 2, last word\n" in printed

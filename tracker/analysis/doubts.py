@@ -38,10 +38,12 @@ def describe_differences(
         if len(set(held.values())) > 1:
             shown = 12 if key == "inputs_sha256" else None
             listed = "; ".join(f"{name}: {value[:shown]}" for name, value in held.items())
-            # Texts and the tokens that a tokenizer makes of them are other inputs, measured alike.
+            # Texts and the tokens that a tokenizer makes of them are measured alike.
             ids = [attribute_values(ds, "token_ids_sha256") for ds in results.values()]
-            if key == "inputs_sha256" and ids[0] and ids.count(ids[0]) == len(ids):
-                listed += "; their token ids are the same"
+            if key == "inputs_sha256" and any(ids[0]) and ids.count(ids[0]) == len(ids):
+                listed += (
+                    "; of the same token ids, but in another form, or with other masks or images"
+                )
             lines.append(f"{key.removesuffix('_sha256').replace('_', ' ')} ({listed})")
     return lines
 

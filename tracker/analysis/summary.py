@@ -43,7 +43,6 @@ from tracker.store import (
     Result,
     Store,
     attribute_values,
-    join,
     require_steps,
     runs_of_recipes,
     short_name,
@@ -90,7 +89,7 @@ class Summary(pd.DataFrame):
         )
 
     def _shown(self) -> pd.DataFrame:
-        return self.loc[:, (self != "").any()]
+        return self.loc[:, ((self != "") & self.notna()).any()]
 
 
 def summary(
@@ -157,7 +156,7 @@ def _of_curve(curve: xr.Dataset) -> _Result:
 
 def _result(result: Result) -> _Result:
     if isinstance(result, xr.Dataset):
-        ds = _naming_its_tokens(with_steps(opened(result), 0))
+        ds = _naming_its_tokens(with_steps(opened(result), 0).sortby("step"))
         return _Result(
             ds["step"].values.tolist(),
             lambda steps: reduced(ds.sel(step=steps)),
@@ -173,10 +172,9 @@ def _result(result: Result) -> _Result:
 
 
 def _read_couplings(store: Store, steps: list[int]) -> xr.Dataset:
-    """Return the curves of the mis-couplings of a store, without units that are damaged."""
+    """Return the curves of the mis-couplings of a store."""
     needed = {*SHOWN, *READ, *COORDINATES, "prompt_text"}
-    parts = store.curves(steps, leave_out=lambda *_: None, names=needed)
-    return join([curves(part, SHOWN) for part in parts], store.path)
+    return curves(store.curve(steps, needed), SHOWN)
 
 
 def _until(result: _Result, step: int | None, name: str) -> _Result:
@@ -202,9 +200,10 @@ def _naming_its_tokens(ds: xr.Dataset) -> xr.Dataset:
     '-1'
     """
     named = ds.attrs["tokens"].split(", ")
-    if "token" not in ds.dims or len(named) == 1:
+    selected = ds["token"].values.tolist() if "token" in ds.coords else []
+    if len(named) == 1 or not {*selected} <= {*range(len(named))}:
         return ds
-    return ds.assign_attrs(tokens=", ".join(named[i] for i in ds["token"].values))
+    return ds.assign_attrs(tokens=", ".join(named[i] for i in selected) or ds.attrs["tokens"])
 
 
 def _chosen(ds: xr.Dataset, k: int | None) -> int | None:
@@ -379,28 +378,43 @@ def _of_steps(result: _Result, k: int | None) -> Summary:
         title += f"; the first and the last of {counted(len(steps), 'step')}"
     notes = [*_of_rows(units, rows, k), *doubts(curve, result.skipped)]
     finding = _of_change(units, cells, k) if several else ""
-    highest = _highest([result], k)
-    if finding and highest and steps[0] < highest[1] < steps[-1]:
-        value, at = highest
-        finding += f" At step {at:,} it was highest, by the first definition, with {value:z.3f}."
+    highest, unknown = _highest({"": {"": result}}, k)
+    if finding and (peak := highest.get("")) and peak.earlier and peak.step != steps[0]:
+        finding += f" At step {peak.step:,} it was highest, by the first definition, with {peak.value:z.3f}."
+    notes += unknown
     return _table(rows, "step" if several else "", title, notes, finding)
 
 
-def _highest(runs: Sequence[_Result], k: int | None) -> tuple[float, float] | None:
-    """Return the highest coupling, a mean over runs, and its step; None without a curve of couplings."""
-    if k is None or any(len(run.steps) < 2 for run in runs):
-        return None
-    # Of the steps that all runs have
-    first, *others = (run.couplings(run.steps) for run in runs)
-    mean = sum(others, first) / len(runs)
-    measured = [f"{name}_coupling" for name in SHOWN if f"{name}_coupling" in mean]
-    if not measured:
-        return None
-    coupling = mean[measured[0]].sel(k=k, pairs="mean_offdiag").dropna("step")
-    if not coupling.size:
-        return None
-    at = int(coupling.values.argmax())
-    return coupling.values[at].item(), coupling["step"].values[at].item()
+@dataclass(frozen=True)
+class Peak:
+    """The highest coupling of a recipe, a mean over its runs, its step, and whether a later step was measured in all runs."""
+
+    value: float
+    step: float
+    earlier: bool
+
+
+def _highest(recipes: Recipes, k: int | None) -> tuple[dict[str, Peak], list[str]]:
+    """Return the highest coupling of each recipe with several steps, of those that all its runs have; and what is not known."""
+    found, unknown = {}, []
+    for name, runs in recipes.items():
+        if k is None or any(len(run.steps) < 2 for run in runs.values()):
+            continue
+        try:
+            first, *others = (run.couplings(run.steps) for run in runs.values())
+            mean = sum(others, first) / len(runs)
+        except ValueError as error:  # of units that are damaged, or make no curve
+            unknown.append(f"At which step coupling is highest is not known: {error}.")
+            continue
+        measured = [f"{name}_coupling" for name in SHOWN if f"{name}_coupling" in mean]
+        for coupling in (
+            mean[of].sel(k=k, pairs="mean_offdiag").dropna("step") for of in measured[:1]
+        ):
+            if coupling.size:
+                at = int(coupling.values.argmax())
+                value, step = coupling.values[at].item(), coupling["step"].values[at].item()
+                found[name] = Peak(value, step, at < coupling.size - 1)
+    return found, unknown
 
 
 def _of_change(units: Sequence[xr.Dataset], cells: Sequence[Cells], k: int | None) -> str:
@@ -508,16 +522,16 @@ def _side_by_side(recipes: Recipes, runs: Sequence[_Result], k: int | None) -> S
     notes += [
         f"The results differ in {difference}." for difference in describe_differences(of_each)
     ]
-    highest = {name: _highest([*of_recipe.values()], k) for name, of_recipe in recipes.items()}
+    highest, unknown = _highest(recipes, k)
+    notes += unknown
     finding = ""
-    if any(
-        at and at[1] < max(run.steps[-1] for run in recipes[name].values())
-        for name, at in highest.items()
-    ):
-        listed = join_names(
-            f"{name} {at[0]:z.3f} at step {at[1]:,}" for name, at in highest.items() if at
-        )
-        finding = f"Coupling was highest earlier: {listed}. tracker.summary(..., step=...) compares at another step."
+    if earlier := [peak.step for peak in highest.values() if peak.earlier]:
+        listed = [
+            f"{name} {peak.value:z.3f} at step {peak.step:,}" for name, peak in highest.items()
+        ]
+        finding = f"The highest coupling: {join_names(listed)}."
+        if shared := [step for step in earlier if all(step in run.steps for run in runs)]:
+            finding += f" tracker.summary(..., step={shared[0]}) compares there."
     return _table(rows, "result", title, notes, finding)
 
 
@@ -561,7 +575,7 @@ def kind_of_inputs(unit: xr.Dataset) -> str:
 def _title(unit: xr.Dataset, k: int | None) -> str:
     inputs = counted(unit.sizes["prompt"], kind_of_inputs(unit))
     tokens = at_tokens(unit.attrs["tokens"])
-    mean = "mean over " * tokens.startswith("tokens")
+    mean = "mean over " * tokens.startswith(("tokens", "all"))
     of_coupling = "" if k is None else f", K = {k}, {mean}{tokens}"
     return f"{short_name(unit)}: {inputs}{of_coupling}"
 

@@ -139,17 +139,17 @@ def warning_once(said: set[str]) -> Iterator[None]:
 
 def warn_caller(message: str, category: type[UserWarning] = UserWarning) -> None:
     """Warn at the innermost line that belongs neither to this package nor to a framework that calls it."""
-    said = _said.get()
-    if said is not None:
-        if message in said:
-            return
-        said.add(message)
+    in_run = _said.get()
+    said = set() if in_run is None else in_run
+    if message in said:
+        return
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and _is_internal(
         frame.f_code.co_filename, frame.f_globals.get("__name__", "")
     ):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
+    said.add(message)  # not where the warning was raised
 
 
 def _is_internal(file: str, module: str) -> bool:

@@ -244,6 +244,10 @@ def plot(
             recipe if len(runs) == 1 else f"{recipe}, {run}": with_steps(opened(of), float("nan"))
             for run, of in runs.items()
         }
+        if labelled.keys() & several.keys():
+            raise UsageError(
+                f"several results are called {', '.join(labelled)}; give each another name"
+            )
         recipes[recipe] = list(labelled)
         several |= labelled
     from matplotlib.axes import Axes
@@ -257,7 +261,10 @@ def plot(
     except ValueTypeError as error:
         raise UsageError(f"layers={error}") from None
     if name is None:
-        name = "curves" if all(ds.sizes["step"] > 1 for ds in several.values()) else "heatmap"
+        of_steps = len(recipes) < len(several) or all(
+            ds.sizes["step"] > 1 for ds in several.values()
+        )
+        name = "curves" if of_steps else "heatmap"
     chosen = {
         "measure": measure,
         "step": step,

@@ -55,6 +55,7 @@ from tracker.model.replica import Replica
 from tracker.provenance import digest
 
 ROWS = 3  # that are tried where values differ
+MOST_HIDDEN = 0.01  # of J^T u, that the rounding of u + J^T u may hide where no copy is finer
 MOVES = 4  # passes in which all blocks are moved by roundings, in different directions
 TINY = torch.finfo(torch.float64).tiny  # in place of a norm of 0
 
@@ -423,8 +424,11 @@ class Witness:
         hidden = not (rounding <= allowed).all()
         agrees = bool((errors <= allowed + rounding).all())
         finer = {} if agrees and not hidden else self._of_copy(torch.float64)
-        if agrees and l not in finer:
+        if agrees and l not in finer and (not hidden or error <= allowed):
             self.findings.note("derivative", error)
+            return
+        if agrees and l not in finer and (rounding <= MOST_HIDDEN).all():
+            self.findings.unsteady[l] = error
             return
         if self._repeats:
             # Its code may need another dtype than float64

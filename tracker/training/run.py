@@ -293,7 +293,7 @@ class TrainingRun:
         if not due or self.last_measured == step:
             return None
         with preserve_random_state():
-            with self.overhead, warning_once(self.said):
+            with self.overhead:
                 unit = self._measure_and_publish(step, module, device)
             self._attempt(step, "not logged", self._log_cost, step)
         if self.regular:  # where many steps are measured at first, the share falls later
@@ -347,7 +347,8 @@ class TrainingRun:
         # At first no training time is lost yet, and later steps would fail too.
         together = partial(self._together, step, fatal=MISTAKE if self._is_first else LOST)
         try:
-            unit = self._measure(step, module(), device, together)
+            with warning_once(self.said):
+                unit = self._measure(step, module(), device, together)
             row = self._together(step, self._row, unit, fatal=MISTAKE)
         except Failure as failure:
             self.last_measured, self.any_tried = step, True

@@ -171,7 +171,9 @@ def make_plan(walk: Walk, suite: Suite, notify: Callable[[str], None] = print) -
     disk = DiskBudget(suite.cache_dir, walk.disk_budget)
     selection = _selection(walk, suite, joined, notify)
     own_tokenizers = walk.inputs is None and walk.tokenizer is None
-    if own_tokenizers and not any(map(selection.may_have_tokenizer, suite.checkpoints)):
+    store = store_of(walk, suite)
+    missing = [one for one in selection.checkpoints if not store.has(one.step)]
+    if own_tokenizers and missing and not any(map(selection.may_have_tokenizer, missing)):
         raise CheckpointError(f"{suite.source} has no tokenizer; {TOKENIZER_REMEDY}")
     output = _output(walk, suite, measurement, joined)
     notices = [suite.notice] if suite.notice else []
