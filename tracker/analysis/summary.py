@@ -395,26 +395,30 @@ class Peak:
 
 
 def _highest(recipes: Recipes, k: int | None) -> tuple[dict[str, Peak], list[str]]:
-    """Return the highest coupling of each recipe with several steps, of those that all its runs have; and what is not known."""
+    """Return the highest coupling of each recipe whose runs have several steps, and why that of others is not known."""
     found, unknown = {}, []
     for name, runs in recipes.items():
         if k is None or any(len(run.steps) < 2 for run in runs.values()):
             continue
         try:
-            first, *others = (run.couplings(run.steps) for run in runs.values())
-            mean = sum(others, first) / len(runs)
-        except ValueError as error:  # of units that are damaged, or make no curve
+            coupling = _mean_coupling([*runs.values()], k)
+        except (KeyError, ValueError) as error:  # of units that are damaged, or make no curve
             unknown.append(f"At which step coupling is highest is not known: {error}.")
             continue
-        measured = [f"{name}_coupling" for name in SHOWN if f"{name}_coupling" in mean]
-        for coupling in (
-            mean[of].sel(k=k, pairs="mean_offdiag").dropna("step") for of in measured[:1]
-        ):
-            if coupling.size:
-                at = int(coupling.values.argmax())
-                value, step = coupling.values[at].item(), coupling["step"].values[at].item()
-                found[name] = Peak(value, step, at < coupling.size - 1)
+        if coupling.size:
+            at = int(coupling.values.argmax())
+            value, step = coupling.values[at].item(), coupling["step"].values[at].item()
+            found[name] = Peak(value, step, at < coupling.size - 1)
     return found, unknown
+
+
+def _mean_coupling(runs: Sequence[_Result], k: int) -> xr.DataArray:
+    """Return the coupling by the first definition at the steps that all runs have, (step,), a mean over runs."""
+    first, *others = (run.couplings(run.steps) for run in runs)
+    mean = sum(others, first) / len(runs)
+    names = [f"{name}_coupling" for name in SHOWN]
+    name = names[0] if names[0] in mean else names[1]
+    return mean[name].sel(k=k, pairs="mean_offdiag").dropna("step")
 
 
 def _of_change(units: Sequence[xr.Dataset], cells: Sequence[Cells], k: int | None) -> str:
