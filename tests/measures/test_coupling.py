@@ -50,4 +50,4 @@ def test_depth_means():
     l = torch.arange(3)
     means = depth_means(torch.arange(9.0).view(3, 3), (l[:, None] - l).abs())
     assert means.tolist() == [4, (1 + 2 + 3 + 5 + 6 + 7) / 6, (1 + 3 + 5 + 7) / 4]
-    assert depth_means(torch.ones(1, 1), torch.zeros(1, 1))[1].isnan()
+    assert depth_means(torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int64))[1].isnan()
