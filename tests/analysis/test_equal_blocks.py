@@ -18,7 +18,7 @@ from tracker.analysis.null_levels import null_level
 from tracker.analysis.pairs import counted_pairs, independent_pairs
 from tracker.analysis.reduction import read_miscouplings, reduced
 from tracker.figures.selection import draw
-from tracker.measures.equal_blocks import read_equal_blocks
+from tracker.measures.equal_blocks import read_equal_blocks, shares_alike
 from tracker.measures.registry import MISCOUPLINGS
 from tracker.report.contents import contents
 from tracker.report.write import write_report
@@ -163,16 +163,6 @@ def with_mean(block: nn.Module) -> nn.Module:
     return block
 
 
-def with_every_third_row_of(block: nn.Module, other: nn.Module) -> nn.Module:
-    """Return a block whose rows are by turns those of another, their opposites, and its own: they have nothing in common."""
-    with torch.no_grad():
-        for name, weight in block.named_parameters():
-            weight[::3], weight[1::3] = (
-                sign * other.get_parameter(name)[at::3] for at, sign in ((0, 1), (1, -1))
-            )
-    return block
-
-
 def blocks_that_are_equal() -> dict[str, tuple[list[nn.Module], str]]:
     torch.manual_seed(0)
     a, b, c, d, again, tied = (layer() for _ in range(6))
@@ -183,7 +173,6 @@ def blocks_that_are_equal() -> dict[str, tuple[list[nn.Module], str]]:
         "a module and its copy": ([a, b, again, a], "one module: 1 4; alike weights (100%): 1 3 4"),
         "a copy that has moved": ([a, b, changed(a, 1)], "alike weights (100%): 1 3"),
         "a copy that has moved far": ([a, b, changed(a, 30)], "none"),
-        "rows by turns": ([a, b, with_every_third_row_of(layer(), a)], "none"),
         "opposite weights": ([a, negated(a), b], "none"),
         "tied weights": ([c, a, tied], "one module: 1 3"),
         "a common mean": ([with_mean(layer()) for _ in range(3)], "none"),
@@ -202,6 +191,15 @@ BLOCKS = blocks_that_are_equal()
 def test_which_blocks_are_equal(case):
     blocks, expected = BLOCKS[case]
     assert measured(blocks).attrs["equal_blocks"] == expected
+
+
+def test_matrices_are_compared_in_all_their_rows():
+    """Those of the second are by turns those of the first, their opposites, and its own."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(64, 192), nn.Linear(64, 192)
+    with torch.no_grad():
+        second.weight[::3], second.weight[1::3] = first.weight[::3], -first.weight[1::3]
+    assert shares_alike([first, second])[0, 1] == 0
 
 
 def test_blocks_may_be_equal_at_the_first_step_alone(tmp_path):
