@@ -10,6 +10,7 @@ from torch import nn
 import tracker
 from tests.support.refused import refused
 from tracker import pythia
+from tracker.training.probe import forward_calls
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:the state enters the blocks", "ignore:.*measured over the full sequence"
@@ -139,6 +140,8 @@ def test_ids_with_padding_are_read_with_the_config():
     assert at(ds) == [3, 1, 4] and ds.attrs["tokens"] == "last non-special"
     ds = measured(hugging_face("Bert", pad_token_id=0), padded, of_bert())
     assert at(ds) == [3, 1, 4] and ds.attrs["tokens"] == "last non-special"
+    (call,) = forward_calls(hugging_face("Bert"), padded, of_bert())
+    assert call.special.ends == {2, 3}, "also in a training"
     ds = measured(hugging_face("Bert", pad_token_id=0), padded)
     assert at(ds) == [4, 2, 4] and ds.attrs["tokens"] == "last"
 

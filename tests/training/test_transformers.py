@@ -22,10 +22,11 @@ def test_the_first_samples_are_measured_at_the_end_of_epochs(tmp_path):
     trainer, units = make(tmp_path, num_train_epochs=4, max_steps=-1), []
     probe = torch.stack([row["input_ids"] for row in data()[:8]])
     before = tracker.measure(trainer.model, probe, k=K)
-    trainer.add_callback(
-        tracker.TransformersCallback(every_n_epochs=2, k=K, on_measure=units.append)
-    )
+    callback = tracker.TransformersCallback(every_n_epochs=2, k=K, on_measure=units.append)
+    trainer.add_callback(callback)
+    trainer.callback_handler.processing_class = str.split
     trainer.train()
+    assert callback.run.tokenizer is str.split, "it states the special tokens of ids"
     assert [int(unit.step) for unit in units] == [0, 12, 24]
     np.testing.assert_array_equal(units[0].miscoupling, before.miscoupling)
 
