@@ -88,7 +88,7 @@ def measure(
     Args:
         model: a Hugging Face, timm, torchvision or plain PyTorch transformer.
         inputs: prompts (with `tokenizer`), or a tensor or mapping for the model's forward, batch first.
-        tokenizer: the tokenizer of the prompts.
+        tokenizer: the tokenizer of the prompts; of ids it states the special tokens.
         device: device of the computation. Default: that of the model's weights; the CPU if all weights are offloaded, or if
             their device has no float64, as MPS.
         blocks: an argument or a result of `find_blocks`, to name the blocks or correct an assumption.
