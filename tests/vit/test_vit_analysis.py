@@ -18,7 +18,7 @@ from tracker.measures.registry import MISCOUPLINGS
 from tracker.store import Store
 from vit import statistics
 from vit.analysis import SHOWN, main, write_analysis
-from vit.answers import answers, cautions, unanswerable
+from vit.answers import answers, cautions, correlation, unanswerable
 from vit.figures import outcome_against_coupling
 from vit.grid import DROP_PATHS, WEIGHT_DECAYS
 from vit.recipe import SETTINGS
@@ -109,6 +109,11 @@ def test_the_page_names_what_a_grid_without_levels_holds(tmp_path):
     ):
         assert text in page
     assert "against coupling " not in page
+
+
+def test_a_value_that_rounds_to_zero_has_no_sign():
+    row = {"r": -0.001, "r_low": -0.7, "r_high": 0.5}
+    assert correlation(row) == "r = 0.00 [−0.70, 0.50]"
 
 
 def test_named_questions_are_answered_with_one_uncorrected_test():

@@ -135,7 +135,9 @@ class TestDigits:
         whole = torch.bincount(torch.cat([self.data.train.labels, self.data.test.labels]))
         assert torch.equal(torch.bincount(again.test.labels), whole - counts)
 
-    def test_a_batch_of_more_images_than_exist_is_refused(self):
+    def test_requesting_more_images_than_exist_is_refused(self):
+        with pytest.raises(DataError, match="--train_size 1438; .*at most 1437"):
+            digits(train_size=1438)
         with pytest.raises(DataError, match="--batch_size 2000; .*at most 1437"):
             digits(batch_size=2000)
 

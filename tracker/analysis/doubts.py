@@ -34,18 +34,23 @@ def describe_differences(
     """Return a text for each attribute, of those compared, in which results differ, with the value that every result has."""
     lines = []
     for key in compared:
-        held = {name: ", ".join(attribute_values(ds, key)) for name, ds in results.items()}
+        held = _held(results, key)
         if len(set(held.values())) > 1:
-            shown = 12 if key == "inputs_sha256" else None
+            of_inputs = key == "inputs_sha256"
+            shown = 12 if of_inputs else None
             listed = "; ".join(f"{name}: {value[:shown]}" for name, value in held.items())
             # Texts and the tokens that a tokenizer makes of them are measured alike.
-            ids = [attribute_values(ds, "token_ids_sha256") for ds in results.values()]
-            if key == "inputs_sha256" and any(ids[0]) and ids.count(ids[0]) == len(ids):
+            ids = {*_held(results, "token_ids_sha256").values()} if of_inputs else set()
+            if len(ids) == 1 and ids != {""}:
                 listed += (
                     "; of the same token ids, but in another form, or with other masks or images"
                 )
             lines.append(f"{key.removesuffix('_sha256').replace('_', ' ')} ({listed})")
     return lines
+
+
+def _held(results: Mapping[str, xr.Dataset], key: str) -> dict[str, str]:
+    return {name: ", ".join(attribute_values(ds, key)) for name, ds in results.items()}
 
 
 def doubts(ds: xr.Dataset, skipped: Mapping[int, str]) -> list[str]:

@@ -90,9 +90,9 @@ def training_curves(results: Results, choices: Choices) -> "Plotted":
     for name, ds in results.items():
         points = curves(ds, [*measures, *paths])
         columns: dict[str, Any] = {"result": name, "step": points["step"].values}
-        of_result, label = (None, None) if single else of_lines[name]
+        of_result, of_recipe = (None, None) if single else of_lines[name]
         for measure in measures:
-            label = f"by {definition(measure)}" if single else label
+            label = f"by {definition(measure)}" if single else of_recipe
             colour = of_result or colours.get(measure, BLUE)
             columns |= _draw_curve(coupling, points, measure, choices, colour, label)
         for panel, path in zip((lss, expodistance), paths, strict=True):

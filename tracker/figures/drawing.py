@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from tracker.analysis.across_models import Results
     from tracker.figures.choices import Axis
 
-    Plotted = tuple[
-        Figure, Sequence[pd.DataFrame]
-    ]  # a figure, and tables of the numbers that it plots
+    # A figure, and tables of the numbers that it plots
+    Plotted = tuple[Figure, Sequence[pd.DataFrame]]
 
 Theme = Literal["light", "dark"]
 

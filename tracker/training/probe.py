@@ -9,7 +9,6 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -300,5 +299,5 @@ def interleave(parts: list[list[Any]]) -> list[Any]:
     >>> interleave([[0, 3], [1, 4], [2]])
     [0, 1, 2, 3, 4]
     """
-    turns = zip_longest(*parts)
-    return [entry for of_ranks in turns for entry in of_ranks if entry is not None]
+    longest = max(len(part) for part in parts)
+    return [part[i] for i in range(longest) for part in parts if i < len(part)]
